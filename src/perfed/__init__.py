@@ -1,0 +1,46 @@
+"""Personalized federated learning for clients that differ in data and in model.
+
+>>> import perfed
+>>> result = perfed.run(perfed.Experiment(rounds=2, clients=9, clients_per_round=3))
+>>> print(result.table())  # doctest: +SKIP
+"""
+
+from importlib import metadata as _metadata
+
+import perfed.algorithms  # noqa: F401  (registers the built-in algorithms)
+from perfed.config import Comparison, Experiment, Training, load
+from perfed.core.algorithm import Algorithm, algorithms
+from perfed.core.errors import PerfedError
+from perfed.core.message import Message
+from perfed.core.tree import Weights
+from perfed.data import Split, datasets, partitions
+from perfed.models import Models, architectures
+from perfed.runs import Callback, ComparisonResult, Result, compare, resume, run
+
+try:
+    __version__ = _metadata.version("perfed")
+except _metadata.PackageNotFoundError:  # run from a source tree that is not installed
+    __version__ = "0+unknown"
+
+__all__ = [
+    "Algorithm",
+    "Callback",
+    "Comparison",
+    "ComparisonResult",
+    "Experiment",
+    "Message",
+    "Models",
+    "PerfedError",
+    "Result",
+    "Split",
+    "Training",
+    "Weights",
+    "algorithms",
+    "architectures",
+    "compare",
+    "datasets",
+    "load",
+    "partitions",
+    "resume",
+    "run",
+]

@@ -1,0 +1,61 @@
+"""FedAvg (McMahan et al. 2017): one global model, the mean of the clients' by training samples.
+
+BatchNorm's buffers are averaged with the parameters. Where clients differ in architecture there is
+one global model per architecture, the mean of the clients that have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from perfed.core.algorithm import (
+    Algorithm,
+    Client,
+    ClientInfo,
+    Judged,
+    Reply,
+    Server,
+    algorithms,
+    supervised,
+    weighted_average,
+)
+from perfed.core.message import Message
+from perfed.core.tree import Tree, Weights
+
+
+@algorithms.register("fedavg")
+@dataclass(frozen=True)
+class FedAvg(Algorithm):
+    def start(self, server: Server) -> Tree:
+        return dict(server.initial_weights)
+
+    def broadcast(self, server: Server, state: Tree, client: ClientInfo) -> Message:
+        return Message(model=state[client.architecture])
+
+    def client_round(self, client: Client, message: Message) -> Message:
+        trained = client.sgd(message["model"], supervised)
+        return Message(model=trained, samples=client.samples)
+
+    def merge(self, server: Server, state: Tree, replies: Sequence[Reply]) -> Tree:
+        return state | average_by_architecture(replies)
+
+    def evaluation_message(self, server: Server, state: Tree, client: ClientInfo) -> Message:
+        return self.broadcast(server, state, client)
+
+    def models(self, client: Client, message: Message) -> dict[str, Judged]:
+        return {"global": message["model"]}
+
+
+def average_by_architecture(replies: Sequence[Reply]) -> dict[str, Weights]:
+    """The sample-weighted mean model of every architecture that answered."""
+    answered: dict[str, list[Message]] = {}
+    for reply in replies:
+        answered.setdefault(reply.client.architecture, []).append(reply.message)
+    return {
+        architecture: weighted_average(
+            [message["model"] for message in messages],
+            [float(message["samples"]) for message in messages],
+        )
+        for architecture, messages in answered.items()
+    }

@@ -1,0 +1,27 @@
+"""Local training: every client on its own, nothing crosses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from perfed.core.algorithm import Algorithm, Client, algorithms, supervised
+from perfed.core.message import Message
+from perfed.core.schema import option
+
+
+@algorithms.register("local")
+@dataclass(frozen=True)
+class Local(Algorithm):
+    """The paper's local row is the same for every participation, so there every client trains."""
+
+    participation: Literal["all", "drawn"] = option(
+        "all", "who trains in a round: all clients (as in the paper), or only those drawn"
+    )
+
+    def trains_everyone(self) -> bool:
+        return self.participation == "all"
+
+    def client_round(self, client: Client, message: Message) -> Message:
+        client.weights = client.sgd(client.weights, supervised)
+        return Message()

@@ -1,0 +1,85 @@
+"""PerFed-CKT: personalized federated learning with clustered knowledge transfer.
+
+Cho, Wang, Chiruvolu, Joshi: *Personalized Federated Learning for Heterogeneous Clients with
+Clustered Knowledge Transfer*, Algorithm 1, in its order. Only soft decisions (class
+probabilities) on a small unlabeled public set P cross the network, never weights, so every client
+may have a model of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, softmax
+
+from perfed.algorithms.clustering import cmeans, nearest
+from perfed.core.algorithm import (
+    Algorithm,
+    Client,
+    ClientInfo,
+    Network,
+    Private,
+    Public,
+    Reply,
+    Server,
+    algorithms,
+)
+from perfed.core.errors import ConfigError
+from perfed.core.message import Message
+from perfed.core.schema import option
+from perfed.core.tree import Tree
+
+
+@algorithms.register("perfed-ckt")
+@dataclass(frozen=True)
+class PerFedCKT(Algorithm):
+    clusters: int = option(3, "c: how many centroids the server forms and sends", ge=1)
+    weight: float = option(2.0, "λ: weight of agreement with the nearest centroid", ge=0)
+
+    needs_public_set = True
+
+    # Line 3. An initial set S(−1) of m clients sends its soft decisions.
+    def first_message(self, client: Client) -> Message:
+        return Message(soft_decisions=client.soft_decisions())
+
+    # Lines 6–7. The server clusters the m matrices it received and keeps the centroids.
+    def merge(self, server: Server, state: Tree, replies: Sequence[Reply]) -> Tree:
+        received = torch.stack([reply.message["soft_decisions"] for reply in replies])
+        return {"centroids": cmeans(received, self.clusters, server.random("c-means"))}
+
+    # Line 9. It sends all centroids to each of the next m clients.
+    def broadcast(self, server: Server, state: Tree, client: ClientInfo) -> Message:
+        return Message(centroids=state["centroids"])
+
+    # Lines 10–15. A client finds its nearest centroid s̄, makes τ steps, sends its soft decisions.
+    def client_round(self, client: Client, message: Message) -> Message:
+        centroids = message["centroids"]
+        cluster = nearest(centroids, client.soft_decisions())
+        client.weights = client.sgd(client.weights, self.objective, centroids[cluster])
+        client.state = {"cluster": cluster}
+        return Message(soft_decisions=client.soft_decisions())
+
+    # The objective Φ_k(w; s̄), on one private and one public mini-batch.
+    def objective(
+        self, model: Network, private: Private, public: Public, teacher: Tensor
+    ) -> Tensor:
+        loss = cross_entropy(model(private.x), private.y)
+        if self.weight == 0:  # local training, to the bit: the public set is not even looked at
+            return loss
+        student = softmax(model.public(public.x), dim=1)
+        disagreement = (teacher[public.index] - student).square().sum(1).mean()
+        return loss + self.weight * disagreement
+
+    def check(self, clients_per_round: int) -> None:
+        if self.clusters > clients_per_round:
+            raise ConfigError(
+                f"{self.clusters} clusters of {clients_per_round} clients: "
+                f"must be at most clients_per_round, {clients_per_round}",
+                "clusters",
+            )
+
+    def label(self) -> str:
+        return f"perfed-ckt (c={self.clusters}, λ={self.weight:g})"

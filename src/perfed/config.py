@@ -1,0 +1,201 @@
+"""What an experiment is: every choice that can change a number, validated and serialisable."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+from perfed.core.algorithm import Algorithm
+from perfed.core.errors import ConfigError, did_you_mean
+from perfed.core.schema import Options, from_mapping, option, to_mapping
+from perfed.data import Dataset, Partition, Split
+from perfed.models import Models
+
+DEFAULT_PRESET = "digits-groups"
+
+
+@dataclass(frozen=True)
+class Training(Options):
+    """A client's local training: plain SGD, no momentum, no weight decay."""
+
+    learning_rate: float = option(0.05, "η", gt=0)
+    decay: float = option(0.0, "round t uses η / (1 + decay·t); 0 keeps η constant", ge=0)
+    steps: int = option(10, "τ: SGD steps a round", ge=0)
+    batch_size: int = option(32, "b: private samples a step, drawn with replacement", ge=1)
+    public_batch_size: int = option(64, "b': public samples a step, drawn with replacement", ge=1)
+    public_batchnorm: Literal["private", "shared", "separate"] = option(
+        "private",
+        "running statistics of BatchNorm: moved by private batches only; by both; "
+        "or public batches keep their own, used for soft decisions",
+    )
+
+    def learning_rate_at(self, round: int) -> float:
+        return self.learning_rate / (1.0 + self.decay * round)
+
+
+@dataclass(frozen=True)
+class Experiment(Options):
+    """One run of one algorithm."""
+
+    name: str = option("experiment", "what the run directory is called")
+    seed: int = option(0, "the one number all randomness is derived from", ge=0)
+    rounds: int = option(40, "T: communication rounds", ge=1)
+    clients: int = option(30, "K: clients there are", ge=1)
+    clients_per_round: int = option(10, "m: clients drawn in a round", ge=1)
+    selection: Literal["by-size", "uniform"] = option(
+        "by-size", "chance of being drawn: in proportion to training samples, or equal"
+    )
+    evaluate_every: int = option(1, "rounds between evaluations of all clients", ge=1)
+    data: Dataset = option("digits", "the dataset")
+    partition: Partition = option("groups", "how samples are divided among clients")
+    split: Split = option(Split(), "how a client divides its samples")
+    models: Models = option(Models(), "which client has which network")
+    training: Training = option(Training(), "local training")
+    algorithm: Algorithm = option("perfed-ckt", "the algorithm")
+
+    def validate(self) -> None:
+        if self.clients_per_round > self.clients:
+            raise ConfigError(
+                f"{self.clients_per_round} of {self.clients} clients a round: "
+                f"must be at most clients, {self.clients}",
+                "clients_per_round",
+            )
+        try:
+            self.algorithm.check(self.clients_per_round)
+        except ConfigError as error:
+            raise error.inside("algorithm") from None
+
+    def to_mapping(self) -> dict[str, Any]:
+        return to_mapping(self)
+
+
+@dataclass(frozen=True)
+class Comparison(Options):
+    """One experiment, run with several algorithms and seeds."""
+
+    experiment: Experiment = option(Experiment(), "what all have in common")
+    algorithms: tuple[Algorithm, ...] = option((), "what differs")
+    seeds: tuple[int, ...] = option((0,), "repeated with each of these", ge=0)
+
+    def validate(self) -> None:
+        if not self.algorithms:
+            raise ConfigError("at least one is needed", "algorithms")
+        if not self.seeds:
+            raise ConfigError("at least one is needed", "seeds")
+        labels = [algorithm.label() for algorithm in self.algorithms]
+        twice = {label for label in labels if labels.count(label) > 1}
+        if twice:
+            raise ConfigError(f"'{twice.pop()}' is there twice", "algorithms")
+        self.experiments()  # each must be valid
+
+    def experiments(self) -> list[Experiment]:
+        return [
+            replace(self.experiment, algorithm=algorithm, seed=seed)
+            for algorithm in self.algorithms
+            for seed in self.seeds
+        ]
+
+    def to_mapping(self) -> dict[str, Any]:
+        mapping = to_mapping(self.experiment)
+        del mapping["algorithm"], mapping["seed"]
+        rest = to_mapping(self)
+        return mapping | {"algorithms": rest["algorithms"], "seeds": rest["seeds"]}
+
+
+def parse(values: Mapping[str, Any]) -> Experiment | Comparison:
+    """An experiment; a comparison where there are ``algorithms`` or ``seeds``."""
+    if not isinstance(values, Mapping):
+        raise ConfigError("a configuration is keys and values")
+    if "algorithms" not in values and "seeds" not in values:
+        return from_mapping(Experiment, values)
+    for many, one in (("algorithms", "algorithm"), ("seeds", "seed")):
+        if many in values and one in values:
+            raise ConfigError(f"both '{one}' and '{many}' are given", many)
+    rest = {key: item for key, item in values.items() if key not in ("algorithms", "seeds")}
+    seeds = values.get("seeds", (rest.get("seed", 0),))
+    # The one algorithm of a file that only lists seeds; 'local' fits every experiment meanwhile.
+    algorithms = values.get("algorithms", (rest.get("algorithm", "perfed-ckt"),))
+    base = from_mapping(Experiment, rest | {"algorithm": "local"})
+    return Comparison(experiment=base, algorithms=algorithms, seeds=seeds)
+
+
+def load(
+    path: str | Path | None = None, overrides: Iterable[str] = ()
+) -> Experiment | Comparison:
+    """Read a YAML file or a preset (the default one without a name), and apply ``key=value``."""
+    values = read_mapping(path)
+    for text in overrides:
+        apply_override(values, text)
+    return parse(values)
+
+
+def read_mapping(path: str | Path | None) -> dict[str, Any]:
+    """The keys and values of a YAML file or a preset, not yet checked."""
+    name = str(path or DEFAULT_PRESET)
+    if name in preset_names():
+        text = (resources.files("perfed") / "presets" / f"{name}.yaml").read_text("utf-8")
+    else:
+        try:
+            text = Path(name).read_text("utf-8")
+        except FileNotFoundError:
+            hint = did_you_mean(name, preset_names())
+            raise ConfigError(f"no file and no preset is called '{name}'{hint}") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read {name}: {error}") from None
+    values = load_yaml(text, name)
+    if not isinstance(values, dict):
+        raise ConfigError(f"{name} holds no keys and values")
+    return values
+
+
+def preset_names() -> list[str]:
+    folder = resources.files("perfed") / "presets"
+    return sorted(file.name[:-5] for file in folder.iterdir() if file.name.endswith(".yaml"))
+
+
+def apply_override(values: dict[str, Any], text: str) -> None:
+    """Set one dotted key: ``algorithm.clusters=3``."""
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"'{text}' is not of the form key=value", "--set")
+    *path, last = key.split(".")
+    node = values
+    for level in path:
+        inner = node.get(level, {})
+        if isinstance(inner, str):  # the short form 'algorithm: local'
+            inner = {"name": inner}
+        if not isinstance(inner, dict):
+            raise ConfigError(f"'{level}' has no keys inside", f"--set {key}")
+        node[level] = inner
+        node = inner
+    node[last] = load_yaml(value, f"--set {key}")
+
+
+def load_yaml(text: str, where: str) -> Any:
+    """Parse YAML; plain JSON, a part of YAML, also where PyYAML is not installed."""
+    try:
+        import yaml
+    except ImportError:
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError:
+            raise ConfigError(f"{where} is not JSON, and reading YAML needs PyYAML") from None
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{where} is not valid YAML: {reason}") from None
+
+
+def dump_yaml(values: Mapping[str, Any]) -> str:
+    """YAML, or JSON (which YAML readers read) where PyYAML is not installed."""
+    try:
+        import yaml
+    except ImportError:
+        return json.dumps(values, indent=2, ensure_ascii=False) + "\n"
+    text: str = yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True)
+    return text

@@ -1,0 +1,212 @@
+"""The contract: what an algorithm says, and what it may ask for.
+
+An algorithm is a frozen dataclass of its hyper-parameters with five methods, written for *one*
+client and knowing nothing of where it runs::
+
+    start          server      the state before the first round
+    first_message  one client  what it sends before any training (optional)
+    broadcast      server      what it sends to one selected client
+    client_round   one client  what the client does with it, and sends back
+    merge          server      the new state from what came back
+    models         one client  which model(s) of this client are to be judged
+
+State is a tree of tensors (:mod:`perfed.core.tree`). Client methods must be pure functions of
+tensors: no ``if`` on a tensor's value, no tensor hidden in a closure of the objective, so that an
+engine may run many clients as one batch.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from perfed.core.message import Message
+from perfed.core.registry import Component, Registry
+from perfed.core.streams import numpy_stream
+from perfed.core.tree import Tree, Weights
+
+
+class Private(NamedTuple):
+    """A mini-batch of a client's training data."""
+
+    x: Tensor
+    y: Tensor
+
+
+class Public(NamedTuple):
+    """A mini-batch of the public set; ``index`` says which of its samples."""
+
+    x: Tensor
+    index: Tensor
+
+
+class Network:
+    """A module with given weights, as an objective sees it while training."""
+
+    def __init__(self, module: nn.Module, weights: Weights, public_batchnorm: str) -> None:
+        self._module = module
+        self._weights = weights
+        self._public_batchnorm = public_batchnorm
+
+    @property
+    def params(self) -> dict[str, Tensor]:
+        return self._weights.params
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Logits of private samples; moves BatchNorm's running statistics."""
+        return self._forward(x, self._weights.buffers)
+
+    def public(self, x: Tensor) -> Tensor:
+        """Logits of public samples; BatchNorm as ``training.public_batchnorm`` says."""
+        if self._public_batchnorm == "shared":
+            return self._forward(x, self._weights.buffers)
+        if self._public_batchnorm == "separate":
+            return self._forward(x, self._weights.public_buffers)
+        return self._forward(x, {name: b.clone() for name, b in self._weights.buffers.items()})
+
+    def _forward(self, x: Tensor, buffers: dict[str, Tensor]) -> Tensor:
+        logits: Tensor = functional_call(self._module, {**self._weights.params, **buffers}, (x,))
+        return logits
+
+
+Objective = Callable[..., Tensor]  # (Network, Private, Public | None, *inputs) → scalar
+
+
+class ClassPrior(NamedTuple):
+    """A model that looks at nothing: the same logits for every input."""
+
+    logits: Tensor
+
+
+Judged = Weights | ClassPrior
+
+
+class Client(Protocol):
+    """One client, as an algorithm sees it: the same on every engine.
+
+    ``weights`` is the client's own model and ``state`` whatever else the algorithm keeps there;
+    both may be assigned, and stay with the client until it is drawn again.
+    """
+
+    weights: Weights
+    state: Tree
+    samples: Tensor
+    """Number of training samples (0-dimensional)."""
+
+    def soft_decisions(self, weights: Weights | None = None) -> Tensor:
+        """Class probabilities on the whole public set, |P|×N, in evaluation mode."""
+
+    def sgd(self, weights: Weights, objective: Objective, *inputs: Tensor) -> Weights:
+        """``weights`` after τ plain SGD steps on ``objective``.
+
+        The objective gets a network, a private and a public mini-batch, and ``inputs``.
+        """
+
+    def label_counts(self) -> Tensor:
+        """How often each class occurs in the training data."""
+
+
+@dataclass(frozen=True)
+class ClientInfo:
+    """What the server knows of a client."""
+
+    id: int
+    architecture: str
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What came back from one client."""
+
+    client: ClientInfo
+    message: Message
+
+
+@dataclass(frozen=True)
+class Server:
+    """The server's surroundings, as an algorithm sees them."""
+
+    seed: int
+    round: int
+    initial_weights: Mapping[str, Weights]
+    """One initial model per architecture."""
+
+    def random(self, purpose: str) -> np.random.Generator:
+        """A stream of this round's own."""
+        return numpy_stream(self.seed, f"server/{purpose}", round=self.round)
+
+
+class Algorithm(Component):
+    """Base class of all algorithms. See the module's docstring for the contract."""
+
+    registry: ClassVar[Registry[Algorithm]]
+    needs_public_set: ClassVar[bool] = False
+
+    def trains_everyone(self) -> bool:
+        """Whether every client trains in every round, whatever the participation."""
+        return False
+
+    def check(self, clients_per_round: int) -> None:
+        """Raise ConfigError where the options do not fit the experiment."""
+
+    def start(self, server: Server) -> Tree:
+        return {}
+
+    def first_message(self, client: Client) -> Message | None:
+        """What a client of the initial set S(−1) sends; None where a method has no such set."""
+        return None
+
+    def broadcast(self, server: Server, state: Tree, client: ClientInfo) -> Message:
+        return Message()
+
+    @abstractmethod
+    def client_round(self, client: Client, message: Message) -> Message: ...
+
+    def merge(self, server: Server, state: Tree, replies: Sequence[Reply]) -> Tree:
+        return state
+
+    def evaluation_message(self, server: Server, state: Tree, client: ClientInfo) -> Message:
+        """What a client must know from the server to have its models judged (not counted)."""
+        return Message()
+
+    def models(self, client: Client, message: Message) -> dict[str, Judged]:
+        """The models to judge: ``personal`` (LM) and/or ``global`` (GM)."""
+        return {"personal": client.weights}
+
+    def label(self) -> str:
+        """How a table names this algorithm with these options."""
+        return self.registered_name
+
+
+algorithms: Registry[Algorithm] = Registry("algorithm")
+Algorithm.registry = algorithms
+
+
+def supervised(model: Network, private: Private, public: Public | None, *inputs: Any) -> Tensor:
+    """The plain objective: cross-entropy on the private mini-batch."""
+    return torch.nn.functional.cross_entropy(model(private.x), private.y)
+
+
+def weighted_average(weights: Sequence[Weights], amounts: Sequence[float]) -> Weights:
+    """The mean of models, parameters and buffers alike, in proportion to ``amounts``."""
+    shares = [amount / sum(amounts) for amount in amounts]
+
+    def mean(part: str) -> dict[str, Tensor]:
+        dicts: list[dict[str, Tensor]] = [getattr(one, part) for one in weights]
+        return {
+            # Integer buffers (BatchNorm's step count) are averaged and rounded.
+            name: sum(
+                (share * d[name].double() for share, d in zip(shares, dicts, strict=True)),
+                start=torch.zeros((), dtype=torch.float64, device=first.device),
+            ).to(first.dtype)
+            for name, first in dicts[0].items()
+        }
+
+    return Weights(mean("params"), mean("buffers"), mean("public_buffers"))

@@ -1,0 +1,71 @@
+"""The channel: everything that crosses passes here and is measured here.
+
+Two counts, both per direction:
+
+* ``parameters``, the paper's: every uplink array counts, and on the downlink every *distinct*
+  array of the round counts once, however many clients receive it (a broadcast). Scalars (sample
+  counts, a cluster's index) are not parameters.
+* ``bytes``, as sent: every message to every recipient, in the wire encoding
+  (:mod:`perfed.core.tensorfile`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from perfed.core.message import Message
+from perfed.core.tensorfile import encoded_size
+
+
+@dataclass
+class Traffic:
+    """What crossed so far."""
+
+    up_parameters: int = 0
+    down_parameters: int = 0
+    up_bytes: int = 0
+    down_bytes: int = 0
+
+    @property
+    def parameters(self) -> int:
+        return self.up_parameters + self.down_parameters
+
+    @property
+    def bytes(self) -> int:
+        return self.up_bytes + self.down_bytes
+
+
+class Channel:
+    """Carries messages between the server and its clients, and counts them."""
+
+    def __init__(self, total: Traffic | None = None) -> None:
+        self.total = total or Traffic()
+
+    def down(self, messages: Mapping[int, Message]) -> Mapping[int, Message]:
+        """Server to clients."""
+        distinct: dict[tuple[Any, ...], Tensor] = {}
+        for message in messages.values():
+            distinct |= {_identity(tensor): tensor for tensor in message.arrays.values()}
+            self.total.down_bytes += encoded_size(message.arrays)
+        self.total.down_parameters += sum(map(_parameters, distinct.values()))
+        return messages
+
+    def up(self, messages: Mapping[int, Message]) -> Mapping[int, Message]:
+        """Clients to server."""
+        for message in messages.values():
+            self.total.up_bytes += encoded_size(message.arrays)
+            self.total.up_parameters += sum(map(_parameters, message.arrays.values()))
+        return messages
+
+
+def _identity(tensor: Tensor) -> tuple[Any, ...]:
+    """Two tensors are one thing broadcast when they are the same view of the same memory."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _parameters(tensor: Tensor) -> int:
+    return tensor.numel() if tensor.ndim else 0

@@ -1,0 +1,39 @@
+"""The errors a user can cause and mend. Each is one line: what is wrong, where, what is right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class PerfedError(Exception):
+    """Something the user can mend. The command line prints it in one line and exits with 2."""
+
+
+class ConfigError(PerfedError):
+    """A configuration that does not describe an experiment. ``where`` is the dotted key."""
+
+    def __init__(self, message: str, where: str = "") -> None:
+        super().__init__(f"{where}: {message}" if where else message)
+        self.message = message
+        self.where = where
+
+    def inside(self, outer: str) -> ConfigError:
+        """The same error, seen from one level further out."""
+        return ConfigError(self.message, f"{outer}.{self.where}" if self.where else outer)
+
+
+class RunError(PerfedError):
+    """A run directory that cannot be created, read or continued."""
+
+
+class Diverged(PerfedError):
+    """A model became infinite or not a number; going on would only produce noise."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """``"; did you mean 'steps'? (known: …)"`` for an unknown ``word``."""
+    names = sorted(known)
+    close = get_close_matches(word, names, n=1, cutoff=0.5)
+    hint = f"; did you mean '{close[0]}'?" if close else ""
+    return f"{hint} (known: {', '.join(names)})"

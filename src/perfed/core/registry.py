@@ -1,0 +1,92 @@
+"""Names for things a user can choose or add: algorithms, datasets, partitions, architectures.
+
+A component is an :class:`~perfed.core.schema.Options` class, registered by decorator::
+
+    @algorithms.register("my-method")
+    @dataclass(frozen=True)
+    class MyMethod(Algorithm): ...
+
+or named by import path (``my_package.my_module:MyMethod``), found also in the working directory.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar, Generic, TypeVar
+
+from perfed.core.errors import ConfigError, did_you_mean
+from perfed.core.schema import Options, from_mapping
+
+
+class Component(Options):
+    """Options that go by a name."""
+
+    registered_name: ClassVar[str] = ""
+
+
+C = TypeVar("C", bound=Component)
+
+
+class Registry(Generic[C]):
+    """The components of one kind, by name."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._classes: dict[str, type[C]] = {}
+
+    def register(self, name: str) -> Callable[[type[C]], type[C]]:
+        def add(cls: type[C]) -> type[C]:
+            if name in self._classes:
+                raise ValueError(f"{self.kind} '{name}' is registered already")
+            cls.registered_name = name
+            self._classes[name] = cls
+            return cls
+
+        return add
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._classes)
+
+    def __getitem__(self, name: str) -> type[C]:
+        if name in self._classes:
+            return self._classes[name]
+        if ":" in name:
+            return self._adopt(name, import_object(name))
+        raise ConfigError(f"unknown {self.kind} '{name}'{did_you_mean(name, self)}", "name")
+
+    def build(self, value: Any) -> C:
+        """A component from its name, or from a mapping with ``name`` and its options."""
+        if isinstance(value, str):
+            value = {"name": value}
+        if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
+            raise ConfigError(f"expected the name of a {self.kind}, or a mapping with 'name'")
+        options = {key: item for key, item in value.items() if key != "name"}
+        return from_mapping(self[value["name"]], options)
+
+    def _adopt(self, path: str, found: Any) -> type[C]:
+        """A class found by import path keeps that path as its name, so that a run can resume."""
+        if not (isinstance(found, type) and issubclass(found, Component)):
+            raise ConfigError(f"'{path}' is not a {self.kind} class", "name")
+        if not found.registered_name:
+            found.registered_name = path
+        return found  # type: ignore[return-value]
+
+
+def import_object(path: str) -> Any:
+    """The object at ``module:attribute``."""
+    module_name, _, attribute = path.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(f"cannot import '{module_name}': {error}", "name") from None
+    try:
+        return getattr(module, attribute)
+    except AttributeError:
+        known = [name for name in vars(module) if not name.startswith("_")]
+        hint = did_you_mean(attribute, known)
+        raise ConfigError(f"'{module_name}' has no '{attribute}'{hint}", "name") from None

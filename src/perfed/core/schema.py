@@ -1,0 +1,158 @@
+"""Options: frozen dataclasses that check themselves, whether built from Python or from YAML.
+
+Why not pydantic: training must work where only torch, numpy and scikit-learn are installed, and
+what is needed here (types, ranges, the nearest known key, a dotted path in the message) is short.
+
+>>> @dataclass(frozen=True)
+... class Cooking(Options):
+...     minutes: int = option(5, "how long it cooks", ge=1)
+>>> from_mapping(Cooking, {"minuts": 3})
+Traceback (most recent call last):
+    ...
+perfed.core.errors.ConfigError: minuts: unknown key; did you mean 'minutes'? (known: minutes)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+
+from perfed.core.errors import ConfigError, did_you_mean
+
+T = TypeVar("T", bound="Options")
+
+_BOUNDS = {
+    "ge": (lambda value, bound: value >= bound, "at least"),
+    "gt": (lambda value, bound: value > bound, "more than"),
+    "le": (lambda value, bound: value <= bound, "at most"),
+    "lt": (lambda value, bound: value < bound, "less than"),
+}
+
+
+def option(default: Any, help: str, **bounds: float) -> Any:
+    """A field with a default, a sentence of help, and bounds (``ge``, ``gt``, ``le``, ``lt``)."""
+    unknown = set(bounds) - set(_BOUNDS)
+    if unknown:
+        raise TypeError(f"unknown bounds {sorted(unknown)}")
+    return dataclasses.field(default=default, metadata={"help": help, **bounds})
+
+
+@dataclass(frozen=True)
+class Options:
+    """Base of everything configurable: on creation each field is coerced and checked."""
+
+    def __post_init__(self) -> None:
+        hints = _hints(type(self))
+        for field in dataclasses.fields(self):
+            try:
+                value = coerce(hints[field.name], getattr(self, field.name))
+                _check_bounds(value, field.metadata)
+            except ConfigError as error:
+                raise error.inside(field.name) from None
+            object.__setattr__(self, field.name, value)
+        self.validate()
+
+    def validate(self) -> None:
+        """Checks that involve more than one field; raises ConfigError."""
+
+
+def from_mapping(cls: type[T], values: Mapping[str, Any]) -> T:
+    """Build ``cls`` from a mapping, refusing keys it does not have."""
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"expected keys and values, got {_describe(values)}")
+    known = [field.name for field in dataclasses.fields(cls)]
+    for key in values:
+        if key not in known:
+            raise ConfigError(f"unknown key{did_you_mean(str(key), known)}", str(key))
+    return cls(**values)
+
+
+def to_mapping(options: Options) -> dict[str, Any]:
+    """The inverse of :func:`from_mapping`: plain dicts, lists and scalars."""
+    return {field.name: plain(getattr(options, field.name)) for field in dataclasses.fields(options)}
+
+
+def plain(value: Any) -> Any:
+    """``value`` as YAML and JSON know it."""
+    if isinstance(value, Options):
+        named = getattr(value, "registered_name", None)
+        return ({"name": named} if named else {}) | to_mapping(value)
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _describe(value: Any) -> str:
+    return "nothing" if value is None else f"{type(value).__name__} {value!r}"
+
+
+def coerce(hint: Any, value: Any) -> Any:
+    """``value`` as ``hint`` says, or a ConfigError. Widens (int to float, list to tuple) only."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return value
+    if origin in (Union, types.UnionType):
+        return _coerce_union(arguments, value)
+    if origin is Literal:
+        if value not in arguments:
+            raise ConfigError(f"{value!r} is none of {', '.join(map(repr, arguments))}")
+        return value
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise ConfigError(f"expected a list, got {_describe(value)}")
+        return tuple(coerce(arguments[0], item) for item in value)
+    if hint is float:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(f"expected a number, got {_describe(value)}")
+        return float(value)
+    if hint is int:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ConfigError(f"expected a whole number, got {_describe(value)}")
+        return value
+    if isinstance(hint, type) and issubclass(hint, Options):
+        return _coerce_options(hint, value)
+    if isinstance(hint, type):
+        if not isinstance(value, hint):
+            raise ConfigError(f"expected {hint.__name__}, got {_describe(value)}")
+        return value
+    raise TypeError(f"options cannot hold {hint!r}")
+
+
+def _coerce_union(choices: tuple[Any, ...], value: Any) -> Any:
+    if value is None and type(None) in choices:
+        return None
+    errors = []
+    for choice in choices:
+        if choice is type(None):
+            continue
+        try:
+            return coerce(choice, value)
+        except ConfigError as error:
+            errors.append(error)
+    raise errors[-1]
+
+
+def _coerce_options(hint: type[Options], value: Any) -> Options:
+    if isinstance(value, hint):
+        return value
+    registry = getattr(hint, "registry", None)
+    if registry is not None:
+        return typing.cast(Options, registry.build(value))
+    return from_mapping(hint, value)
+
+
+def _check_bounds(value: Any, metadata: Mapping[str, Any]) -> None:
+    for item in value if isinstance(value, tuple) else (value,):
+        for name, (holds, words) in _BOUNDS.items():
+            if name in metadata and item is not None and not holds(item, metadata[name]):
+                raise ConfigError(f"{item!r} is out of range: must be {words} {metadata[name]}")

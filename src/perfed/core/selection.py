@@ -1,0 +1,18 @@
+"""Who takes part in a round."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from perfed.core.streams import numpy_stream
+
+
+def select_clients(
+    sizes: np.ndarray, count: int, by_size: bool, seed: int, round: int
+) -> list[int]:
+    """``count`` distinct clients, drawn one after another with p_k ∝ size (or uniformly)."""
+    chances = sizes / sizes.sum() if by_size else None
+    drawn = numpy_stream(seed, "selection", round=round).choice(
+        len(sizes), size=count, replace=False, p=chances
+    )
+    return sorted(int(client) for client in drawn)

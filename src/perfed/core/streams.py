@@ -1,0 +1,55 @@
+"""Randomness that is addressed, not consumed.
+
+Every draw comes from a stream named by (seed, purpose, client, round). Nothing that happens
+elsewhere (the order of clients, another client dropping out, a resume, the engine) can move it.
+
+Mini-batches need many draws, on any device, the same everywhere. They come from a counter-based
+generator (SplitMix64) written in integer tensor operations: draw number *i* of a stream is a pure
+function of the stream's key and *i*.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def stream_key(seed: int, purpose: str, client: int = -1, round: int = -1) -> int:
+    """The 63-bit key of a stream."""
+    address = f"{seed}|{purpose}|{client}|{round}".encode()
+    return int.from_bytes(blake2b(address, digest_size=8).digest(), "little") >> 1
+
+
+def numpy_stream(seed: int, purpose: str, client: int = -1, round: int = -1) -> np.random.Generator:
+    """A NumPy generator for the stream."""
+    return np.random.default_rng(stream_key(seed, purpose, client, round))
+
+
+def uniform_indices(key: int, shape: tuple[int, ...], bound: int, device: torch.device) -> Tensor:
+    """Independent uniform draws from ``0 … bound-1`` (with replacement), on ``device``."""
+    count = int(np.prod(shape))
+    counter = torch.arange(1, count + 1, dtype=torch.int64, device=device)
+    # 63 of the 64 bits; the modulo's bias is below bound / 2**63.
+    return ((_splitmix64(key + counter * _GOLDEN) & _MASK_63) % bound).reshape(shape)
+
+
+def _signed(value: int) -> int:
+    """An unsigned 64-bit constant as the int64 with the same bits; products wrap around alike."""
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+_GOLDEN = _signed(0x9E3779B97F4A7C15)
+_MASK_63 = (1 << 63) - 1
+
+
+def _shift_right(z: Tensor, bits: int) -> Tensor:
+    return (z >> bits) & ((1 << (64 - bits)) - 1)  # logical: without copies of the sign bit
+
+
+def _splitmix64(z: Tensor) -> Tensor:
+    z = (z ^ _shift_right(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _shift_right(z, 27)) * _signed(0x94D049BB133111EB)
+    return z ^ _shift_right(z, 31)

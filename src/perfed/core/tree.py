@@ -1,0 +1,71 @@
+"""Named tensors, nested and flat.
+
+What crosses the network, what a server remembers and what a checkpoint holds are all *trees*:
+nested dictionaries whose leaves are tensors, and in which a model's tensors are a
+:class:`Weights`. Flat, a leaf's name is its path: ``model/params/0.weight``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class Weights(NamedTuple):
+    """All tensors of one model.
+
+    ``public_buffers`` is empty unless public batches keep BatchNorm statistics of their own
+    (``training.public_batchnorm: separate``).
+    """
+
+    params: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    public_buffers: dict[str, Tensor] = {}  # noqa: RUF012  (never mutated)
+
+    def clone(self) -> Weights:
+        return Weights(*({name: t.detach().clone() for name, t in part.items()} for part in self))
+
+
+Tree = dict[str, Any]  # str → Tensor | Weights | Tree
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
+    """All leaves by their path."""
+    flat: dict[str, Tensor] = {}
+    for name, value in tree.items():
+        if "/" in name:
+            raise ValueError(f"'/' separates levels and cannot be in a name: {name!r}")
+        path = prefix + name
+        if isinstance(value, Tensor):
+            flat[path] = value
+        elif isinstance(value, Weights):
+            flat |= flatten(value._asdict(), path + "/")
+        elif isinstance(value, Mapping):
+            flat |= flatten(value, path + "/")
+        else:
+            raise TypeError(f"{path}: a tree holds tensors, not {type(value).__name__}")
+    return flat
+
+
+def unflatten(flat: Mapping[str, Tensor]) -> Tree:
+    """The inverse of :func:`flatten`; a level with ``params`` becomes a :class:`Weights`."""
+    nested: Tree = {}
+    for path, tensor in flat.items():
+        *levels, leaf = path.split("/")
+        node = nested
+        for level in levels:
+            node = node.setdefault(level, {})
+        node[leaf] = tensor
+    result = _restore(nested)
+    assert isinstance(result, dict)
+    return result
+
+
+def _restore(node: Any) -> Any:
+    if not isinstance(node, dict):
+        return node
+    if "params" in node and isinstance(node["params"], dict):
+        return Weights(node["params"], node.get("buffers", {}), node.get("public_buffers", {}))
+    return {name: _restore(value) for name, value in node.items()}

@@ -1,0 +1,17 @@
+"""Datasets, partitions, and each client's parts."""
+
+from perfed.data.datasets import Dataset, Samples, datasets
+from perfed.data.federation import ClientSplit, Federation, Split, build_federation
+from perfed.data.partition import Partition, partitions
+
+__all__ = [
+    "ClientSplit",
+    "Dataset",
+    "Federation",
+    "Partition",
+    "Samples",
+    "Split",
+    "build_federation",
+    "datasets",
+    "partitions",
+]

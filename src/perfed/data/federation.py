@@ -1,0 +1,144 @@
+"""The data of a whole experiment: each client's training, validation and test part, and the
+public set."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from perfed.core.errors import ConfigError
+from perfed.core.schema import Options, option
+from perfed.core.streams import numpy_stream
+from perfed.data.datasets import Dataset, Samples
+from perfed.data.partition import Given, Partition, move_to_minimum
+
+SMALLEST_CLIENT = 3  # one sample each to train, to validate and to test
+
+
+@dataclass(frozen=True)
+class Split(Options):
+    """How a client divides its samples. What the shares leave over is not used.
+
+    The defaults are the paper's: {0.1, 0.3, 0.4} / 0.1 / 0.5, the first drawn for each client.
+    """
+
+    train: tuple[float, ...] = option(
+        (0.1, 0.3, 0.4), "share to train on, drawn for each client from this list", gt=0, lt=1
+    )
+    validation: float = option(0.1, "share to make choices by", gt=0, lt=1)
+    test: float = option(0.5, "share to report on, and for nothing else", gt=0, lt=1)
+
+    def validate(self) -> None:
+        if not self.train:
+            raise ConfigError("at least one share is needed", "train")
+        if max(self.train) + self.validation + self.test > 1 + 1e-9:
+            raise ConfigError(
+                f"{max(self.train)} + {self.validation} + {self.test} is more than the whole"
+            )
+
+
+@dataclass(frozen=True)
+class ClientSplit:
+    """Positions in the federation's samples."""
+
+    train: np.ndarray
+    validation: np.ndarray
+    test: np.ndarray
+    unused: np.ndarray
+
+
+@dataclass(frozen=True)
+class Federation:
+    samples: Samples
+    splits: Sequence[ClientSplit]
+    partition_facts: dict[str, Any]
+
+    @property
+    def clients(self) -> int:
+        return len(self.splits)
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        return tuple(self.samples.x.shape[1:])
+
+    @property
+    def train_sizes(self) -> np.ndarray:
+        return np.array([len(split.train) for split in self.splits])
+
+    @property
+    def test_sizes(self) -> np.ndarray:
+        return np.array([len(split.test) for split in self.splits])
+
+    def record(self) -> dict[str, Any]:
+        """What a run directory keeps: original sample numbers, by client and part."""
+        original = self.samples.index
+        return {
+            **self.partition_facts,
+            "public": self.samples.public_index.tolist(),
+            "clients": [
+                {part: original[where].tolist() for part, where in vars(split).items()}
+                for split in self.splits
+            ],
+        }
+
+
+def build_federation(
+    dataset: Dataset, partition: Partition, split: Split, clients: int, seed: int
+) -> Federation:
+    """Load, divide among clients, and divide each client's samples."""
+    samples = dataset.load(seed)
+    if clients * SMALLEST_CLIENT > len(samples.y):
+        raise ConfigError(
+            f"{clients} clients need at least {clients * SMALLEST_CLIENT} samples "
+            f"({SMALLEST_CLIENT} each), there are {len(samples.y)}",
+            "clients",
+        )
+    random = numpy_stream(seed, "partition")
+    if isinstance(partition, Given):
+        owner = _given_owner(samples, clients)
+    else:
+        owner = partition.assign(samples.y, samples.classes, clients, random)
+    before, minimum = owner, partition.minimum_size()
+    owner = move_to_minimum(owner, clients, minimum, random)
+    holdings = _group(owner, clients)
+    smallest = min(range(clients), key=lambda client: len(holdings[client]))
+    if len(holdings[smallest]) < SMALLEST_CLIENT:
+        raise ConfigError(
+            f"client {smallest} has {len(holdings[smallest])} samples; each needs "
+            f"{SMALLEST_CLIENT} (train, validation, test): fewer clients, or a larger minimum",
+            "partition",
+        )
+    splits = [split_client(held, split, seed, client) for client, held in enumerate(holdings)]
+    facts = {
+        "minimum": minimum,
+        "moved_to_minimum": int((owner != before).sum()),
+        "sizes": [len(held) for held in holdings],
+    }
+    return Federation(samples, splits, facts)
+
+
+def _given_owner(samples: Samples, clients: int) -> np.ndarray:
+    if samples.client_ids is None:
+        raise ConfigError("the data names no clients", "partition")
+    names, owner = np.unique(samples.client_ids, return_inverse=True)
+    if len(names) != clients:
+        raise ConfigError(f"the data names {len(names)} clients, not {clients}", "clients")
+    return owner
+
+
+def _group(owner: np.ndarray, clients: int) -> list[np.ndarray]:
+    order = np.argsort(owner, kind="stable")
+    return np.split(order, np.searchsorted(owner[order], np.arange(1, clients)))
+
+
+def split_client(held: np.ndarray, split: Split, seed: int, client: int) -> ClientSplit:
+    """Divide one client's samples; even the smallest client has one in every part."""
+    random = numpy_stream(seed, "split", client)
+    shares = (split.train[random.integers(len(split.train))], split.validation, split.test)
+    sizes = [max(1, round(share * len(held))) for share in shares]
+    while sum(sizes) > len(held):  # rounding took too much
+        sizes[sizes.index(max(sizes))] -= 1
+    return ClientSplit(*np.split(random.permutation(held), np.cumsum(sizes)))

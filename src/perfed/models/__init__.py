@@ -1,0 +1,14 @@
+"""Networks, and which client gets which."""
+
+from perfed.models.architectures import CNN, MLP, Architecture, architectures
+from perfed.models.assignment import Models, build_module, initial_weights
+
+__all__ = [
+    "CNN",
+    "MLP",
+    "Architecture",
+    "Models",
+    "architectures",
+    "build_module",
+    "initial_weights",
+]

@@ -1,0 +1,185 @@
+"""The networks that ship with perfed, and how a user's own is found.
+
+An architecture is options plus ``build(input_shape, classes)``. A user's own module needs no
+registration: ``models: my_package.nets:MyNet`` calls ``MyNet(input_shape, classes)``.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from perfed.core.errors import ConfigError
+from perfed.core.registry import Component, Registry, import_object
+from perfed.core.schema import option, to_mapping
+
+Shape = tuple[int, ...]
+
+
+class Architecture(Component):
+    """What kind of network; equal architectures have equal labels and can share weights."""
+
+    registry: ClassVar[Registry[Architecture]]
+
+    @abstractmethod
+    def build(self, input_shape: Shape, classes: int) -> nn.Module: ...
+
+    def label(self) -> str:
+        """The name, with the options that are not the default."""
+        default = type(self)()
+        differing = [
+            f"{key}={'-'.join(map(str, value)) if isinstance(value, list) else value}"
+            for key, value in to_mapping(self).items()
+            if value != to_mapping(default)[key]
+        ]
+        return self.registered_name + (f"({','.join(differing)})" if differing else "")
+
+
+class ArchitectureRegistry(Registry[Architecture]):
+    """Takes any ``nn.Module`` class by import path, beside the registered ones."""
+
+    def build(self, value: Any) -> Architecture:
+        if isinstance(value, str) and ":" in value and value not in self:
+            return Imported(factory=value)
+        return super().build(value)
+
+
+architectures = ArchitectureRegistry("architecture")
+Architecture.registry = architectures
+
+
+def _check_image(shape: Shape, name: str, smallest: int) -> None:
+    if len(shape) != 3 or min(shape[1:]) < smallest:
+        raise ConfigError(
+            f"'{name}' needs images of at least {smallest}×{smallest}; "
+            f"this data is {'×'.join(map(str, shape))}",
+            "models",
+        )
+
+
+@architectures.register("mlp")
+@dataclass(frozen=True)
+class MLP(Architecture):
+    """A multilayer perceptron with ReLU, for any input."""
+
+    hidden: tuple[int, ...] = option((64,), "units of each hidden layer", ge=1)
+
+    def build(self, input_shape: Shape, classes: int) -> nn.Module:
+        widths = [int(torch.Size(input_shape).numel()), *self.hidden]
+        layers: list[nn.Module] = [nn.Flatten()]
+        for before, after in pairwise(widths):
+            layers += [nn.Linear(before, after), nn.ReLU()]
+        return nn.Sequential(*layers, nn.Linear(widths[-1], classes))
+
+
+@architectures.register("cnn")
+@dataclass(frozen=True)
+class CNN(Architecture):
+    """The paper's CNN: two convolutions with max-pooling, hidden layers 120, 100, 84, 50.
+
+    The paper does not give the convolutions. Theirs are LeNet's (6 and 16 channels, 5×5), whose
+    hidden widths the paper's list extends; images smaller than 28×28 get padded 3×3 ones.
+    """
+
+    batchnorm: bool = option(False, "BatchNorm after each convolution")
+
+    def build(self, input_shape: Shape, classes: int) -> nn.Module:
+        _check_image(input_shape, "cnn", 8)
+        kernel, padding = (5, 0) if min(input_shape[1:]) >= 28 else (3, 1)
+        layers: list[nn.Module] = []
+        for before, after in ((input_shape[0], 6), (6, 16)):
+            layers.append(nn.Conv2d(before, after, kernel, padding=padding))
+            layers += [nn.BatchNorm2d(after)] if self.batchnorm else []
+            layers += [nn.ReLU(), nn.MaxPool2d(2)]
+        height, width = (((n - kernel + 1 + 2 * padding) // 2) for n in input_shape[1:])
+        height, width = (((n - kernel + 1 + 2 * padding) // 2) for n in (height, width))
+        layers.append(nn.Flatten())
+        for before, after in pairwise((16 * height * width, 120, 100, 84, 50)):
+            layers += [nn.Linear(before, after), nn.ReLU()]
+        return nn.Sequential(*layers, nn.Linear(50, classes))
+
+
+@dataclass(frozen=True)
+class VGG(Architecture):
+    """VGG for 32×32 images: convolutions, then 512 → 512 → 512 → classes.
+
+    The paper's cost column shows that its "VGG" is this one (9.75 million parameters for VGG11),
+    not torchvision's with its 128-million-parameter classifier.
+    """
+
+    dropout: float = option(0.0, "dropout before each hidden classifier layer", ge=0, lt=1)
+
+    blocks: ClassVar[tuple[tuple[int, ...], ...]]
+    batchnorm: ClassVar[bool]
+
+    def build(self, input_shape: Shape, classes: int) -> nn.Module:
+        _check_image(input_shape, self.registered_name, 32)
+        layers: list[nn.Module] = []
+        channels = input_shape[0]
+        for block in self.blocks:
+            for width in block:
+                layers.append(nn.Conv2d(channels, width, 3, padding=1))
+                layers += [nn.BatchNorm2d(width)] if self.batchnorm else []
+                layers.append(nn.ReLU())
+                channels = width
+            layers.append(nn.MaxPool2d(2))
+        layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+        for _ in range(2):
+            layers += [nn.Dropout(self.dropout)] if self.dropout else []
+            layers += [nn.Linear(512, 512), nn.ReLU()]
+        return nn.Sequential(*layers, nn.Linear(512, classes))
+
+
+_VGG11 = ((64,), (128,), (256, 256), (512, 512), (512, 512))
+_VGG13 = ((64, 64), (128, 128), (256, 256), (512, 512), (512, 512))
+
+
+@architectures.register("vgg11")
+@dataclass(frozen=True)
+class VGG11(VGG):
+    blocks, batchnorm = _VGG11, False
+
+
+@architectures.register("vgg11-bn")
+@dataclass(frozen=True)
+class VGG11BN(VGG):
+    blocks, batchnorm = _VGG11, True
+
+
+@architectures.register("vgg13")
+@dataclass(frozen=True)
+class VGG13(VGG):
+    blocks, batchnorm = _VGG13, False
+
+
+@architectures.register("vgg13-bn")
+@dataclass(frozen=True)
+class VGG13BN(VGG):
+    blocks, batchnorm = _VGG13, True
+
+
+@architectures.register("imported")
+@dataclass(frozen=True)
+class Imported(Architecture):
+    """A user's own: ``factory`` is the import path of what makes the module."""
+
+    factory: str = option("", "module:attribute, called with (input_shape, classes)")
+
+    def build(self, input_shape: Shape, classes: int) -> nn.Module:
+        try:
+            module = import_object(self.factory)(input_shape, classes)
+        except TypeError as error:
+            raise ConfigError(
+                f"{self.factory}(input_shape, classes) failed: {error}", "models"
+            ) from None
+        if not isinstance(module, nn.Module):
+            raise ConfigError(f"{self.factory} made a {type(module).__name__}, not an nn.Module")
+        return module
+
+    def label(self) -> str:
+        return self.factory

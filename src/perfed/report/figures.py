@@ -1,0 +1,70 @@
+"""Figures, made from run directories and from nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from perfed.core.metrics import MODEL_NAMES
+from perfed.runs.result import Result
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+# Okabe and Ito's palette, made to be told apart by colour-blind readers.
+COLOURS = ("#999999", "#000000", "#E69F00", "#56B4E9", "#0072B2", "#009E73", "#D55E00", "#CC79A7")
+
+
+def plot_comparison(results: Sequence[Result], path: Path) -> Path:
+    """Mean test accuracy by round and by parameters communicated; bands are ± one standard
+    deviation over seeds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (by_round, by_cost) = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
+    for number, (label, frame) in enumerate(_curves(results).items()):
+        colour = COLOURS[number % len(COLOURS)]
+        grouped = frame.groupby("round")
+        mean = 100 * grouped["test_accuracy"].mean()
+        deviation = 100 * grouped["test_accuracy"].std(ddof=1).fillna(0)
+        by_round.plot(mean.index + 1, mean, color=colour, label=label)
+        by_round.fill_between(
+            mean.index + 1, mean - deviation, mean + deviation, color=colour, alpha=0.15, lw=0
+        )
+        cost = grouped["parameters"].mean()
+        if cost.max() > 0:
+            by_cost.plot(cost, mean, color=colour)
+            by_cost.plot(cost.iloc[-1], mean.iloc[-1], "o", color=colour)
+        else:
+            by_cost.axhline(mean.iloc[-1], color=colour, ls=":")
+    by_round.set(xlabel="communication round", ylabel="test accuracy, mean over clients (%)")
+    by_cost.set(xlabel="parameters communicated so far", xscale="log")
+    by_cost.set_title("dotted: nothing is communicated", fontsize=9, loc="right", color="#666666")
+    for axes in (by_round, by_cost):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
+    figure.legend(loc="lower center", ncols=min(5, len(results)), frameon=False, fontsize=9)
+    figure.tight_layout(rect=(0, 0.08, 1, 1))
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+    return path
+
+
+def _curves(results: Sequence[Result]) -> dict[str, pd.DataFrame]:
+    """All seeds' rounds, by algorithm and model kind."""
+    import pandas as pd
+
+    frames: dict[str, list[pd.DataFrame]] = {}
+    for result in results:
+        frame = result.per_round()
+        frame["parameters"] = frame["total_up_parameters"] + frame["total_down_parameters"]
+        kinds = list(frame["model"].unique())
+        for kind in kinds:
+            label = result.experiment.algorithm.label()
+            if len(kinds) > 1:
+                label += f", {MODEL_NAMES[kind]}"
+            frames.setdefault(label, []).append(frame[frame["model"] == kind])
+    return {label: pd.concat(group) for label, group in frames.items()}

@@ -1,0 +1,86 @@
+"""Tables, made from run directories and from nothing else."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from perfed.core.metrics import MODEL_NAMES
+from perfed.runs.result import Result
+
+HEADER = ("algorithm", "model", "accuracy", "chosen", "best test*", "worst 10 %", "parameters", "bytes")
+FOOTNOTE = (
+    "Mean test accuracy (%) over all clients: in the last round; in the round chosen on validation "
+    "data;\n*in the round with the best test accuracy, as the paper reports (it flatters: no "
+    "result). worst 10 %: the tenth of\nthe clients that fare worst. "
+    "Parameters as the paper counts them (a broadcast once), bytes as sent."
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One algorithm and model kind, over its seeds."""
+
+    algorithm: str
+    kind: str
+    summaries: tuple[dict[str, Any], ...]
+
+    def values(self, get: Callable[[dict[str, Any]], float]) -> list[float]:
+        return [get(summary["models"][self.kind]) for summary in self.summaries]
+
+    def traffic(self, *names: str) -> float:
+        return statistics.mean(sum(s["traffic"][name] for name in names) for s in self.summaries)
+
+
+def rows(results: Sequence[Result]) -> list[Row]:
+    """Grouped by algorithm (in the order given), then by model kind."""
+    grouped: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for result in results:
+        summary = result.summary
+        for kind in summary["models"]:
+            grouped.setdefault((summary["algorithm"], kind), []).append(summary)
+    return [Row(name, kind, tuple(group)) for (name, kind), group in grouped.items()]
+
+
+def cells(row: Row) -> list[str]:
+    return [
+        row.algorithm,
+        MODEL_NAMES[row.kind],
+        spread(row.values(lambda m: m["last"]["test_accuracy"])),
+        spread(row.values(lambda m: m["chosen"]["test_accuracy"])),
+        spread(row.values(lambda m: m["best_test"]["test_accuracy"])),
+        spread(row.values(lambda m: m["last"]["test_accuracy_worst_decile"])),
+        quantity(row.traffic("up_parameters", "down_parameters")),
+        quantity(row.traffic("up_bytes", "down_bytes"), "B"),
+    ]
+
+
+def spread(values: Sequence[float]) -> str:
+    """Percent: the mean, and with several values ± their sample standard deviation."""
+    mean = f"{100 * statistics.mean(values):.1f}"
+    return mean if len(values) == 1 else f"{mean} ± {100 * statistics.stdev(values):.1f}"
+
+
+def quantity(value: float, unit: str = "") -> str:
+    """``1.23 M``: three digits and a prefix; a dash for nothing."""
+    if value == 0:
+        return "–"
+    for factor, prefix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= factor:
+            return f"{value / factor:.3g} {prefix}{unit}"
+    return f"{value:.3g} {unit}".rstrip()
+
+
+def summary_table(results: Sequence[Result]) -> str:
+    """Plain text, aligned."""
+    lines = [list(HEADER), *(cells(row) for row in rows(results))]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(HEADER))]
+    text = []
+    for line in lines:
+        left = [cell.ljust(width) for cell, width in zip(line[:2], widths[:2], strict=True)]
+        right = [cell.rjust(width) for cell, width in zip(line[2:], widths[2:], strict=True)]
+        text.append("  ".join(left + right).rstrip())
+    text.insert(1, "-" * max(map(len, text)))
+    return "\n".join([*text, "", FOOTNOTE])

@@ -1,0 +1,16 @@
+"""Run directories, checkpoints, and the loop that fills them."""
+
+from perfed.runs.comparison import ComparisonResult, compare, resume_comparison
+from perfed.runs.result import Result
+from perfed.runs.simulation import Callback, RoundReport, resume, run
+
+__all__ = [
+    "Callback",
+    "ComparisonResult",
+    "Result",
+    "RoundReport",
+    "compare",
+    "resume",
+    "resume_comparison",
+    "run",
+]

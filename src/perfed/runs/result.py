@@ -1,0 +1,172 @@
+"""What a run found, read from its directory: the same whether it has just ended or long ago."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from perfed.config import Comparison, Experiment, parse, read_mapping
+from perfed.core import tensorfile
+from perfed.core.errors import RunError
+from perfed.core.metrics import PARTS, QUANTITIES
+from perfed.data import build_federation
+from perfed.models import build_module
+from perfed.runs.directory import RunDirectory
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+def headline(by_kind: Mapping[str, Any]) -> Any:
+    """Of a client's personal and its global model, the one it would use."""
+    return by_kind["personal"] if "personal" in by_kind else by_kind["global"]
+
+
+class ConstantLogits(nn.Module):
+    """A model that says the same whatever it sees (``majority``)."""
+
+    def __init__(self, logits: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("logits", logits)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.get_buffer("logits")
+        return logits.expand(len(x), -1)
+
+
+class Result:
+    """A run's outcome."""
+
+    def __init__(self, directory: str | Path) -> None:
+        self.path = Path(directory)
+        self._directory = RunDirectory.open(self.path)
+        experiment = parse(read_mapping(self.path / "config.yaml"))
+        if isinstance(experiment, Comparison):
+            raise RunError(f"{directory} is a comparison, not a single run")
+        self.experiment: Experiment = experiment
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The final numbers of a finished run, or those so far."""
+        if self._directory.finished:
+            summary: dict[str, Any] = self._directory.read_json("summary.json")
+            return summary
+        return self.summarize()
+
+    def summarize(self) -> dict[str, Any]:
+        """The numbers so far, from the lines of the run.
+
+        ``last`` is the last evaluated round, ``chosen`` the one with the best mean *validation*
+        accuracy (the earliest of equals). ``best_test`` is what the paper reports; it is chosen by
+        test data, so it flatters, and is no result.
+        """
+        lines = self._directory.lines("rounds.jsonl")
+        evaluated = [line for line in lines if "evaluation" in line]
+        if not evaluated:
+            raise RunError(f"{self.path} has no evaluated round yet")
+        return {
+            "name": self.experiment.name,
+            "algorithm": self.experiment.algorithm.label(),
+            "seed": self.experiment.seed,
+            "rounds": evaluated[-1]["round"] + 1,
+            "finished": evaluated[-1]["round"] + 1 == self.experiment.rounds,
+            "models": {
+                kind: {
+                    "last": _at(evaluated[-1], kind),
+                    "chosen": _best(evaluated, kind, "validation_accuracy"),
+                    "best_test": _best(evaluated, kind, "test_accuracy"),
+                }
+                for kind in evaluated[-1]["evaluation"]
+            },
+            "traffic": evaluated[-1]["traffic_total"],
+        }
+
+    def per_round(self) -> pd.DataFrame:
+        """A row per evaluated round and model kind, with traffic so far."""
+        import pandas as pd
+
+        rows = []
+        for line in self._directory.lines("rounds.jsonl"):
+            for kind, numbers in line.get("evaluation", {}).items():
+                flat = {k: v for k, v in numbers.items() if not isinstance(v, dict)}
+                rows.append({"round": line["round"], "model": kind, **flat, **_total(line)})
+        return pd.DataFrame(rows)
+
+    def per_client(self) -> pd.DataFrame:
+        """A row per evaluated round, model kind and client."""
+        import pandas as pd
+
+        clients = self._directory.read_json("partition.json")["clients"]
+        names = [f"{part}_{quantity}" for part in PARTS for quantity in QUANTITIES]
+        rows = [
+            {
+                "round": line["round"],
+                "model": kind,
+                "client": number,
+                "architecture": client["architecture"],
+                "train_size": len(client["train"]),
+                "test_size": len(client["test"]),
+                **{name: columns[name][number] for name in names},
+            }
+            for line in self._directory.lines("clients.jsonl")
+            for kind, columns in line.items()
+            if kind != "round"
+            for number, client in enumerate(clients)
+        ]
+        return pd.DataFrame(rows)
+
+    def model(self, client: int, kind: str | None = None) -> nn.Module:
+        """A client's final model, in evaluation mode (personal where there is one)."""
+        index = self._directory.read_json("models/index.json")
+        if str(client) not in index:
+            raise RunError(f"there is no client {client}: they are 0 … {len(index) - 1}")
+        files = index[str(client)]
+        if kind is not None and kind not in files:
+            raise RunError(f"client {client} has no {kind} model, only {', '.join(files)}")
+        tensors = tensorfile.load(self.path / "models" / (files[kind] if kind else headline(files)))
+        if "class_prior_logits" in tensors:
+            return ConstantLogits(tensors["class_prior_logits"])
+        experiment = self.experiment
+        federation = build_federation(
+            experiment.data,
+            experiment.partition,
+            experiment.split,
+            experiment.clients,
+            experiment.seed,
+        )
+        architecture = experiment.models.deal(federation.train_sizes, experiment.seed)[client]
+        module = build_module(architecture, federation.input_shape, federation.samples.classes)
+        dtype = next(t.dtype for t in tensors.values() if t.is_floating_point())
+        module.to(dtype).load_state_dict(tensors, strict=False)
+        return module.eval()
+
+    def table(self) -> str:
+        """The summary as plain text."""
+        from perfed.report.tables import summary_table
+
+        return summary_table([self])
+
+    def plot(self, path: str | Path | None = None) -> Path:
+        """Accuracy by round and by communication, as a PNG or PDF file."""
+        from perfed.report.figures import plot_comparison
+
+        return plot_comparison([self], Path(path or self.path / "accuracy.png"))
+
+    def __repr__(self) -> str:
+        return f"Result({str(self.path)!r})"
+
+
+def _total(line: Mapping[str, Any]) -> dict[str, int]:
+    return {f"total_{name}": value for name, value in line["traffic_total"].items()}
+
+
+def _at(line: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    return {"round": line["round"], **line["evaluation"][kind]}
+
+
+def _best(lines: list[dict[str, Any]], kind: str, by: str) -> dict[str, Any]:
+    best = max(lines, key=lambda line: (line["evaluation"][kind][by], -line["round"]))
+    return _at(best, kind)

@@ -1,0 +1,360 @@
+"""The loop: config → data and models → algorithm ⇄ channel ⇄ engine → run directory."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from perfed.config import Comparison, Experiment, parse, read_mapping
+from perfed.core import tensorfile
+from perfed.core.algorithm import Algorithm, ClientInfo, Reply, Server
+from perfed.core.channel import Channel, Traffic
+from perfed.core.errors import ConfigError, Diverged, RunError
+from perfed.core.message import Message
+from perfed.core.metrics import summarize
+from perfed.core.selection import select_clients
+from perfed.core.tree import Weights
+from perfed.data import build_federation
+from perfed.engines import SequentialEngine
+from perfed.runs.checkpoint import Checkpoints, Progress
+from perfed.runs.directory import RunDirectory, default_path, environment
+from perfed.runs.result import Result, headline
+
+CHECKPOINT_SECONDS = 10.0
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundReport:
+    """What a callback learns after each round."""
+
+    experiment: Experiment
+    round: int
+    accuracy: float | None
+    """Mean test accuracy, where this round was evaluated."""
+    traffic: Traffic
+    seconds: float
+
+
+class Callback:
+    """Something to do as a run goes on; override what is needed."""
+
+    def on_start(self, experiment: Experiment, directory: Path, first_round: int) -> None: ...
+
+    def on_round(self, report: RoundReport) -> None: ...
+
+    def on_end(self, result: Result) -> None: ...
+
+
+def run(
+    experiment: Experiment,
+    directory: str | Path | None = None,
+    *,
+    callbacks: Sequence[Callback] = (),
+    device: str = "cpu",
+    checkpoint_seconds: float = CHECKPOINT_SECONDS,
+) -> Result:
+    """Run an experiment in a new directory (``runs/<name>-<time>`` unless told otherwise)."""
+    simulation = Simulation(experiment, callbacks, device, checkpoint_seconds)
+    path = Path(directory) if directory else default_path(experiment.name)
+    return simulation.start(RunDirectory.create(path))
+
+
+def resume(
+    directory: str | Path,
+    *,
+    callbacks: Sequence[Callback] = (),
+    device: str = "cpu",
+    checkpoint_seconds: float = CHECKPOINT_SECONDS,
+) -> Result:
+    """Continue a run from its newest checkpoint; a finished one is returned as it is."""
+    opened = RunDirectory.open(Path(directory))
+    if opened.finished:
+        return Result(opened.path)
+    experiment = parse(read_mapping(opened.path / "config.yaml"))
+    if isinstance(experiment, Comparison):
+        raise RunError(f"{directory} is a comparison, not a single run")
+    simulation = Simulation(experiment, callbacks, device, checkpoint_seconds)
+    return simulation.continue_in(opened)
+
+
+class Simulation:
+    """One experiment, from its first round to its last."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        callbacks: Iterable[Callback] = (),
+        device: str = "cpu",
+        checkpoint_seconds: float = CHECKPOINT_SECONDS,
+    ) -> None:
+        self.experiment = experiment
+        self.algorithm: Algorithm = experiment.algorithm
+        self.callbacks = list(callbacks)
+        self.checkpoint_seconds = checkpoint_seconds
+        self.device = _device(device)
+        self.federation = build_federation(
+            experiment.data,
+            experiment.partition,
+            experiment.split,
+            experiment.clients,
+            experiment.seed,
+        )
+        if self.algorithm.needs_public_set and not len(self.federation.samples.public_x):
+            raise ConfigError(
+                f"'{self.algorithm.registered_name}' needs a public set, and the data has none: "
+                "set data.public to the number of samples to hold out",
+                "algorithm",
+            )
+        self.engine = SequentialEngine(
+            self.algorithm,
+            self.federation,
+            experiment.models,
+            experiment.training,
+            experiment.seed,
+            self.device,
+        )
+        self.progress = Progress(trained=[0] * experiment.clients)
+        self.changed: set[int] = set()
+        self.seconds: dict[str, float] = {}
+
+    def start(self, directory: RunDirectory) -> Result:
+        with directory.locked():
+            directory.write_json("environment.json", environment(self.device))
+            directory.write_json("partition.json", self._partition_record())
+            # Last, because a directory with a configuration is one that can be resumed.
+            directory.write_yaml("config.yaml", self.experiment.to_mapping())
+            return self._run(directory, Checkpoints(directory))
+
+    def continue_in(self, directory: RunDirectory) -> Result:
+        with directory.locked():
+            if directory.read_json("partition.json") != self._partition_record():
+                raise RunError(
+                    f"{directory.path}: the data now gives another partition than the recorded "
+                    "one; the dataset or the version of perfed has changed"
+                )
+            checkpoints = Checkpoints(directory)
+            saved = checkpoints.load()
+            if saved is not None:
+                self.progress, records = saved
+                self.engine.commit(records)
+            directory.cut_logs(self.progress.log_sizes)
+            return self._run(directory, checkpoints)
+
+    def _run(self, directory: RunDirectory, checkpoints: Checkpoints) -> Result:
+        progress, experiment = self.progress, self.experiment
+        channel = Channel(progress.traffic)
+        for callback in self.callbacks:
+            callback.on_start(experiment, directory.path, progress.next_round)
+        if progress.next_round == 0:
+            progress.state = self.algorithm.start(self._server(-1))
+            self._first_exchange(channel, directory)
+        last_saved = time.monotonic()
+        for round in range(progress.next_round, experiment.rounds):
+            began = time.monotonic()
+            self.seconds = {}
+            clients, traffic = self._round(round, channel)
+            line: dict[str, Any] = {
+                "round": round,
+                "clients": clients,
+                "learning_rate": experiment.training.learning_rate_at(round),
+                "client_state": self._client_scalars(clients),
+                "traffic": traffic,
+                "traffic_total": vars(channel.total).copy(),
+            }
+            accuracy = None
+            if (round + 1) % experiment.evaluate_every == 0 or round + 1 == experiment.rounds:
+                with self._timed("evaluate"):
+                    line["evaluation"] = self._evaluate(round, directory)
+                accuracy = headline(line["evaluation"])["test_accuracy"]
+            directory.append("rounds.jsonl", line)
+            directory.append("timing.jsonl", {"round": round, **self.seconds})
+            progress.next_round = round + 1
+            progress.log_sizes = directory.log_sizes()
+            if time.monotonic() - last_saved >= self.checkpoint_seconds:
+                checkpoints.save(progress, self.engine.records, self.changed)
+                self.changed.clear()
+                last_saved = time.monotonic()
+            report = RoundReport(
+                experiment, round, accuracy, channel.total, time.monotonic() - began
+            )
+            for callback in self.callbacks:
+                callback.on_round(report)
+        return self._finish(directory, checkpoints)
+
+    def _finish(self, directory: RunDirectory, checkpoints: Checkpoints) -> Result:
+        self._save_models(directory)
+        result = Result(directory.path)
+        directory.write_json("summary.json", result.summarize())
+        checkpoints.remove()  # nothing is left to resume
+        for callback in self.callbacks:
+            callback.on_end(result)
+        return result
+
+    def _first_exchange(self, channel: Channel, directory: RunDirectory) -> None:
+        """The initial set S(−1) sends what it has to say before any training."""
+        if type(self.algorithm).first_message is Algorithm.first_message:
+            return
+        clients = self._select(-1)
+        replies, _ = self.engine.run(
+            lambda client, message: self.algorithm.first_message(client),
+            {client: Message() for client in clients},
+            -1,
+        )
+        self._merge(-1, channel.up(replies))
+        directory.append(
+            "rounds.jsonl",
+            {
+                "round": -1,
+                "clients": clients,
+                "traffic": vars(channel.total).copy(),
+                "traffic_total": vars(channel.total).copy(),
+            },
+        )
+
+    def _round(self, round: int, channel: Channel) -> tuple[list[int], dict[str, int]]:
+        """One communication round; returns who took part and what crossed."""
+        before = dataclasses.replace(channel.total)
+        clients = self._everyone() if self.algorithm.trains_everyone() else self._select(round)
+        server = self._server(round)
+        with self._timed("broadcast"):
+            messages = {
+                client: self.algorithm.broadcast(server, self.progress.state, self._info(client))
+                for client in clients
+            }
+            messages = dict(channel.down(messages))
+        with self._timed("clients"):
+            replies, records = self.engine.run(self.algorithm.client_round, messages, round)
+        for client, reply in replies.items():
+            _check_finite(client, round, reply.arrays)
+            _check_finite(client, round, records[client].weights.params)
+        with self._timed("merge"):
+            self._merge(round, channel.up(replies))
+        self.engine.commit(records)
+        self.changed.update(clients)
+        for client in clients:
+            self.progress.trained[client] += 1
+        after = vars(channel.total)
+        return clients, {name: after[name] - earlier for name, earlier in vars(before).items()}
+
+    def _merge(self, round: int, replies: Mapping[int, Message]) -> None:
+        if not replies:  # nobody answered: the server knows what it knew
+            return
+        ordered = [Reply(self._info(client), replies[client]) for client in sorted(replies)]
+        self.progress.state = self.algorithm.merge(
+            self._server(round), self.progress.state, ordered
+        )
+
+    def _evaluate(self, round: int, directory: RunDirectory) -> dict[str, Any]:
+        columns = self.engine.evaluate(self._evaluation_messages(round), round)
+        rounded = {
+            kind: {name: values.tolist() for name, values in column.items()}
+            for kind, column in columns.items()
+        }
+        directory.append("clients.jsonl", {"round": round, **rounded})
+        drawn = np.array(self.progress.trained) > 0
+        sizes = self.federation.train_sizes, self.federation.test_sizes
+        return {kind: summarize(column, *sizes, drawn) for kind, column in columns.items()}
+
+    def _evaluation_messages(self, round: int) -> dict[int, Message]:
+        server = self._server(round)
+        return {
+            client: self.algorithm.evaluation_message(
+                server, self.progress.state, self._info(client)
+            )
+            for client in self._everyone()
+        }
+
+    def _save_models(self, directory: RunDirectory) -> None:
+        """Every client's final model; one that several clients share is written once."""
+        folder = directory.path / "models"
+        folder.mkdir(exist_ok=True)
+        written: dict[int, str] = {}
+        index: dict[str, dict[str, str]] = {}
+        last = self.experiment.rounds - 1
+        for client, message in self._evaluation_messages(last).items():
+            for kind, model in self.engine.models(client, message, last).items():
+                if isinstance(model, Weights):
+                    tensors = model.params | model.buffers
+                else:
+                    tensors = {"class_prior_logits": model.logits}
+                identity = next(iter(tensors.values())).data_ptr()
+                if identity not in written:
+                    written[identity] = f"{kind}-{client:04d}.safetensors"
+                    tensorfile.save(folder / written[identity], tensors)
+                index.setdefault(str(client), {})[kind] = written[identity]
+        directory.write_json("models/index.json", index)
+
+    def _client_scalars(self, clients: list[int]) -> dict[str, list[float | None]]:
+        """Small facts that clients keep (their cluster, say), in the order of ``clients``."""
+        states = [
+            self.engine.records[client].state if client in self.engine.records else {}
+            for client in clients
+        ]
+        names = {
+            name
+            for state in states
+            for name, value in state.items()
+            if isinstance(value, torch.Tensor) and value.ndim == 0
+        }
+        return {
+            name: [state[name].item() if name in state else None for state in states]
+            for name in sorted(names)
+        }
+
+    def _partition_record(self) -> dict[str, Any]:
+        record = self.federation.record()
+        for client, architecture in zip(
+            record["clients"], self.engine.architectures, strict=True
+        ):
+            client["architecture"] = architecture
+        return record
+
+    def _server(self, round: int) -> Server:
+        return Server(self.experiment.seed, round, self.engine.initial)
+
+    def _info(self, client: int) -> ClientInfo:
+        return ClientInfo(client, self.engine.architectures[client])
+
+    def _everyone(self) -> list[int]:
+        return list(range(self.experiment.clients))
+
+    def _select(self, round: int) -> list[int]:
+        return select_clients(
+            self.federation.train_sizes,
+            self.experiment.clients_per_round,
+            self.experiment.selection == "by-size",
+            self.experiment.seed,
+            round,
+        )
+
+    @contextmanager
+    def _timed(self, phase: str) -> Any:
+        began = time.perf_counter()
+        yield
+        self.seconds[phase] = time.perf_counter() - began
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"device '{name}' cannot be used: {reason}") from None
+    return device
+
+
+def _check_finite(client: int, round: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if not torch.isfinite(tensor).all():
+            raise Diverged(
+                f"round {round}: client {client}'s '{name}' is not finite; "
+                "a smaller training.learning_rate may help"
+            )
