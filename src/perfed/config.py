@@ -42,6 +42,7 @@ class Experiment(Options):
     """One run of one algorithm."""
 
     name: str = option("experiment", "what the run directory is called")
+    about: str = option("", "a sentence on what it shows")
     seed: int = option(0, "the one number all randomness is derived from", ge=0)
     rounds: int = option(40, "T: communication rounds", ge=1)
     clients: int = option(30, "K: clients there are", ge=1)
@@ -77,7 +78,7 @@ class Experiment(Options):
 class Comparison(Options):
     """One experiment, run with several algorithms and seeds."""
 
-    experiment: Experiment = option(Experiment(), "what all have in common")
+    experiment: Experiment
     algorithms: tuple[Algorithm, ...] = option((), "what differs")
     seeds: tuple[int, ...] = option((0,), "repeated with each of these", ge=0)
 
@@ -123,9 +124,7 @@ def parse(values: Mapping[str, Any]) -> Experiment | Comparison:
     return Comparison(experiment=base, algorithms=algorithms, seeds=seeds)
 
 
-def load(
-    path: str | Path | None = None, overrides: Iterable[str] = ()
-) -> Experiment | Comparison:
+def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Experiment | Comparison:
     """Read a YAML file or a preset (the default one without a name), and apply ``key=value``."""
     values = read_mapping(path)
     for text in overrides:

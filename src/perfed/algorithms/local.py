@@ -13,7 +13,10 @@ from perfed.core.schema import option
 @algorithms.register("local")
 @dataclass(frozen=True)
 class Local(Algorithm):
-    """The paper's local row is the same for every participation, so there every client trains."""
+    """Local training: every client on its own, nothing crosses.
+
+    The paper's local row is the same for every participation, so there every client trains.
+    """
 
     participation: Literal["all", "drawn"] = option(
         "all", "who trains in a round: all clients (as in the paper), or only those drawn"

@@ -33,14 +33,16 @@ from perfed.core.streams import numpy_stream
 from perfed.core.tree import Tree, Weights
 
 
-class Private(NamedTuple):
+@dataclass(frozen=True)
+class Private:
     """A mini-batch of a client's training data."""
 
     x: Tensor
     y: Tensor
 
 
-class Public(NamedTuple):
+@dataclass(frozen=True)
+class Public:
     """A mini-batch of the public set; ``index`` says which of its samples."""
 
     x: Tensor

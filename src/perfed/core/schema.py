@@ -15,10 +15,9 @@ perfed.core.errors.ConfigError: minuts: unknown key; did you mean 'minutes'? (kn
 from __future__ import annotations
 
 import dataclasses
-import functools
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
@@ -26,7 +25,7 @@ from perfed.core.errors import ConfigError, did_you_mean
 
 T = TypeVar("T", bound="Options")
 
-_BOUNDS = {
+_BOUNDS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
     "ge": (lambda value, bound: value >= bound, "at least"),
     "gt": (lambda value, bound: value > bound, "more than"),
     "le": (lambda value, bound: value <= bound, "at most"),
@@ -47,7 +46,7 @@ class Options:
     """Base of everything configurable: on creation each field is coerced and checked."""
 
     def __post_init__(self) -> None:
-        hints = _hints(type(self))
+        hints = typing.get_type_hints(type(self))
         for field in dataclasses.fields(self):
             try:
                 value = coerce(hints[field.name], getattr(self, field.name))
@@ -74,7 +73,9 @@ def from_mapping(cls: type[T], values: Mapping[str, Any]) -> T:
 
 def to_mapping(options: Options) -> dict[str, Any]:
     """The inverse of :func:`from_mapping`: plain dicts, lists and scalars."""
-    return {field.name: plain(getattr(options, field.name)) for field in dataclasses.fields(options)}
+    return {
+        field.name: plain(getattr(options, field.name)) for field in dataclasses.fields(options)
+    }
 
 
 def plain(value: Any) -> Any:
@@ -85,11 +86,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
     return value
-
-
-@functools.cache
-def _hints(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
 
 
 def _describe(value: Any) -> str:

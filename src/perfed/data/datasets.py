@@ -102,7 +102,13 @@ class Npz(Dataset):
             raise ConfigError(f"{self.path} has a public set of its own", "data.public")
         public_x = _scaled(arrays["public"])
         return Samples(
-            x, y, np.arange(len(x)), public_x, np.arange(len(public_x)), int(y.max()) + 1, client_ids
+            x,
+            y,
+            np.arange(len(x)),
+            public_x,
+            np.arange(len(public_x)),
+            int(y.max()) + 1,
+            client_ids,
         )
 
     def _read(self) -> dict[str, np.ndarray]:

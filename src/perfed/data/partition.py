@@ -181,9 +181,7 @@ class Given(Partition):
         raise ConfigError("the data names no clients", "partition")
 
 
-def _deal(
-    count: int, hands: int, random: np.random.Generator, names: np.ndarray
-) -> np.ndarray:
+def _deal(count: int, hands: int, random: np.random.Generator, names: np.ndarray) -> np.ndarray:
     """``count`` cards dealt to ``hands`` as evenly as possible, in random order."""
     return np.asarray(names[random.permutation(np.arange(count) % hands)])
 

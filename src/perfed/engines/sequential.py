@@ -149,13 +149,18 @@ class SequentialEngine:
         return float(accuracy), float(cross_entropy(logits, labels))
 
     @torch.no_grad()
-    def logits(self, architecture: str, weights: Weights, x: Tensor, public: bool = False) -> Tensor:
+    def logits(
+        self, architecture: str, weights: Weights, x: Tensor, public: bool = False
+    ) -> Tensor:
         """Logits in evaluation mode."""
         module = self.modules[architecture].eval()
         buffers = weights.public_buffers if public and weights.public_buffers else weights.buffers
         tensors = {**weights.params, **buffers}
         return torch.cat(
-            [functional_call(module, tensors, (batch,)) for batch in x.split(EVALUATION_BATCH)]
+            [
+                functional_call(module, tensors, (batch,))
+                for batch in torch.split(x, EVALUATION_BATCH)
+            ]
         )
 
 

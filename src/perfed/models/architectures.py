@@ -142,31 +142,39 @@ _VGG13 = ((64, 64), (128, 128), (256, 256), (512, 512), (512, 512))
 @architectures.register("vgg11")
 @dataclass(frozen=True)
 class VGG11(VGG):
+    """VGG11 for 32×32 images: 9,750,922 parameters with ten classes and three channels."""
+
     blocks, batchnorm = _VGG11, False
 
 
 @architectures.register("vgg11-bn")
 @dataclass(frozen=True)
 class VGG11BN(VGG):
+    """VGG11 with BatchNorm: 9,756,426 parameters."""
+
     blocks, batchnorm = _VGG11, True
 
 
 @architectures.register("vgg13")
 @dataclass(frozen=True)
 class VGG13(VGG):
+    """VGG13 for 32×32 images."""
+
     blocks, batchnorm = _VGG13, False
 
 
 @architectures.register("vgg13-bn")
 @dataclass(frozen=True)
 class VGG13BN(VGG):
+    """VGG13 with BatchNorm."""
+
     blocks, batchnorm = _VGG13, True
 
 
 @architectures.register("imported")
 @dataclass(frozen=True)
 class Imported(Architecture):
-    """A user's own: ``factory`` is the import path of what makes the module."""
+    """Your own ``nn.Module``: in short ``models: {architectures: ['package.module:MyNet']}``."""
 
     factory: str = option("", "module:attribute, called with (input_shape, classes)")
 

@@ -40,7 +40,8 @@ class Models(Options):
             raise ConfigError("given, but assign is not 'list'", "per_client")
         if self.per_client and max(self.per_client) >= len(self.architectures):
             raise ConfigError(
-                f"position {max(self.per_client)} of {len(self.architectures)} architectures", "list"
+                f"position {max(self.per_client)} of {len(self.architectures)} architectures",
+                "list",
             )
 
     def deal(self, train_sizes: np.ndarray, seed: int) -> list[Architecture]:
@@ -48,7 +49,8 @@ class Models(Options):
         if self.assign == "list":
             if len(self.per_client) != len(train_sizes):
                 raise ConfigError(
-                    f"{len(self.per_client)} entries for {len(train_sizes)} clients", "models.per_client"
+                    f"{len(self.per_client)} entries for {len(train_sizes)} clients",
+                    "models.per_client",
                 )
             positions = np.array(self.per_client, dtype=int)
         else:

@@ -10,13 +10,21 @@ from typing import Any
 from perfed.core.metrics import MODEL_NAMES
 from perfed.runs.result import Result
 
-HEADER = ("algorithm", "model", "accuracy", "chosen", "best test*", "worst 10 %", "parameters", "bytes")
-FOOTNOTE = (
-    "Mean test accuracy (%) over all clients: in the last round; in the round chosen on validation "
-    "data;\n*in the round with the best test accuracy, as the paper reports (it flatters: no "
-    "result). worst 10 %: the tenth of\nthe clients that fare worst. "
-    "Parameters as the paper counts them (a broadcast once), bytes as sent."
+HEADER = (
+    "algorithm",
+    "model",
+    "accuracy",
+    "chosen",
+    "best test*",
+    "worst 10 %",
+    "parameters",
+    "bytes",
 )
+FOOTNOTE = """\
+Test accuracy in %, mean over all clients, after the last round; "chosen": in the round that was
+best on validation data; "worst 10 %": mean of the tenth of the clients that fare worst.
+*The best test round, which the paper reports, is chosen by test data: it flatters, and is no
+result. Parameters are counted as in the paper (a broadcast once), bytes as sent."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +39,8 @@ class Row:
         return [get(summary["models"][self.kind]) for summary in self.summaries]
 
     def traffic(self, *names: str) -> float:
-        return statistics.mean(sum(s["traffic"][name] for name in names) for s in self.summaries)
+        totals = [float(sum(s["traffic"][name] for name in names)) for s in self.summaries]
+        return statistics.mean(totals)
 
 
 def rows(results: Sequence[Result]) -> list[Row]:

@@ -97,9 +97,7 @@ class RunDirectory:
 
     def log_sizes(self) -> dict[str, int]:
         return {
-            name: os.path.getsize(self.path / name)
-            for name in LOGS
-            if (self.path / name).is_file()
+            name: os.path.getsize(self.path / name) for name in LOGS if (self.path / name).is_file()
         }
 
     def cut_logs(self, sizes: Mapping[str, int]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from perfed.runs.directory import RunDirectory, default_path, environment
 from perfed.runs.result import Result, headline
 
 CHECKPOINT_SECONDS = 10.0
+SMALL_MODEL = 1_000_000  # parameters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +131,8 @@ class Simulation:
             directory.write_json("partition.json", self._partition_record())
             # Last, because a directory with a configuration is one that can be resumed.
             directory.write_yaml("config.yaml", self.experiment.to_mapping())
-            return self._run(directory, Checkpoints(directory))
+            with _fitting_threads(self.engine):
+                return self._run(directory, Checkpoints(directory))
 
     def continue_in(self, directory: RunDirectory) -> Result:
         with directory.locked():
@@ -145,7 +147,8 @@ class Simulation:
                 self.progress, records = saved
                 self.engine.commit(records)
             directory.cut_logs(self.progress.log_sizes)
-            return self._run(directory, checkpoints)
+            with _fitting_threads(self.engine):
+                return self._run(directory, checkpoints)
 
     def _run(self, directory: RunDirectory, checkpoints: Checkpoints) -> Result:
         progress, experiment = self.progress, self.experiment
@@ -253,11 +256,11 @@ class Simulation:
 
     def _evaluate(self, round: int, directory: RunDirectory) -> dict[str, Any]:
         columns = self.engine.evaluate(self._evaluation_messages(round), round)
-        rounded = {
+        lists = {
             kind: {name: values.tolist() for name, values in column.items()}
             for kind, column in columns.items()
         }
-        directory.append("clients.jsonl", {"round": round, **rounded})
+        directory.append("clients.jsonl", {"round": round, **lists})
         drawn = np.array(self.progress.trained) > 0
         sizes = self.federation.train_sizes, self.federation.test_sizes
         return {kind: summarize(column, *sizes, drawn) for kind, column in columns.items()}
@@ -310,9 +313,7 @@ class Simulation:
 
     def _partition_record(self) -> dict[str, Any]:
         record = self.federation.record()
-        for client, architecture in zip(
-            record["clients"], self.engine.architectures, strict=True
-        ):
+        for client, architecture in zip(record["clients"], self.engine.architectures, strict=True):
             client["architecture"] = architecture
         return record
 
@@ -335,10 +336,23 @@ class Simulation:
         )
 
     @contextmanager
-    def _timed(self, phase: str) -> Any:
+    def _timed(self, phase: str) -> Iterator[None]:
         began = time.perf_counter()
         yield
         self.seconds[phase] = time.perf_counter() - began
+
+
+@contextmanager
+def _fitting_threads(engine: SequentialEngine) -> Iterator[None]:
+    """One thread for small models: more gain nothing there, and on a busy machine, where threads
+    wait for each other, lose a factor of ten."""
+    largest = max(sum(p.numel() for p in w.params.values()) for w in engine.initial.values())
+    before = torch.get_num_threads()
+    torch.set_num_threads(before if largest >= SMALL_MODEL else 1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _device(name: str) -> torch.device:

@@ -1,0 +1,324 @@
+"""The command line: parse, call, print."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+import perfed
+from perfed.config import Comparison, Experiment, load_yaml, parse, preset_names, read_mapping
+from perfed.config import apply_override as override
+from perfed.core.errors import ConfigError, PerfedError
+from perfed.core.registry import Registry
+from perfed.report.tables import FOOTNOTE, HEADER, cells, quantity, rows
+from perfed.runs import Callback, ComparisonResult, Result, RoundReport
+from perfed.runs.comparison import FILE as COMPARISON_FILE
+from perfed.runs.comparison import resume_comparison
+from perfed.runs.directory import default_path
+from perfed.runs.simulation import CHECKPOINT_SECONDS
+
+app = typer.Typer(
+    help="Personalized federated learning for clients that differ in data and in model.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+FileArgument = Annotated[
+    str | None,
+    typer.Argument(help="A YAML file, or the name of a preset ('perfed list presets')."),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override one key, such as rounds=10."),
+]
+OutOption = Annotated[
+    Path | None, typer.Option("--out", help="Where the run goes [runs/<name>-<time>].")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the final summary as JSON only.")]
+DeviceOption = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, …")]
+CheckpointOption = Annotated[
+    float,
+    typer.Option("--checkpoint-seconds", min=0, help="A checkpoint at most every so many seconds."),
+]
+
+
+@app.command()
+def run(
+    file: FileArgument = None,
+    set_: SetOption = None,
+    out: OutOption = None,
+    resume: Annotated[
+        Path | None, typer.Option("--resume", help="Continue this run or comparison.")
+    ] = None,
+    as_json: JsonOption = False,
+    device: DeviceOption = "cpu",
+    checkpoint_seconds: CheckpointOption = CHECKPOINT_SECONDS,
+) -> None:
+    """Run an experiment; without a FILE, the embedded example (a minute on a laptop)."""
+    if resume is not None:
+        if file or set_ or out:
+            raise ConfigError("takes no FILE, --set or --out: the run has its own", "--resume")
+        _execute(None, resume, as_json, device, checkpoint_seconds)
+    else:
+        values = read_mapping(file)
+        for text in set_ or ():
+            override(values, text)
+        what = parse(values)
+        _execute(what, _target(what, out), as_json, device, checkpoint_seconds)
+
+
+@app.command()
+def compare(
+    file: FileArgument = None,
+    algorithm: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--algorithm", "-a", metavar="NAME[,KEY=VALUE…]", help="perfed-ckt,clusters=3,weight=2"
+        ),
+    ] = None,
+    seeds: Annotated[str | None, typer.Option(help="0,1,2 or 0-4")] = None,
+    set_: SetOption = None,
+    out: OutOption = None,
+    as_json: JsonOption = False,
+    device: DeviceOption = "cpu",
+    checkpoint_seconds: CheckpointOption = CHECKPOINT_SECONDS,
+) -> None:
+    """Run several algorithms with several seeds: one table, mean ± standard deviation."""
+    values = read_mapping(file)
+    for text in set_ or ():
+        override(values, text)
+    if algorithm:
+        values.pop("algorithm", None)
+        values["algorithms"] = [_parse_algorithm(text) for text in algorithm]
+    elif "algorithm" in values:
+        values["algorithms"] = [values.pop("algorithm")]
+    if seeds:
+        values.pop("seed", None)
+        values["seeds"] = _parse_seeds(seeds)
+    values.setdefault("algorithms", ["perfed-ckt"])
+    what = parse(values)
+    _execute(what, _target(what, out), as_json, device, checkpoint_seconds)
+
+
+@app.command("list")
+def list_(
+    kind: Annotated[
+        str | None, typer.Argument(help="algorithms, models, datasets, partitions or presets")
+    ] = None,
+) -> None:
+    """What there is to choose from, with every option and its default."""
+    registries: dict[str, Registry[Any]] = {
+        "algorithms": perfed.algorithms,
+        "models": perfed.architectures,
+        "datasets": perfed.datasets,
+        "partitions": perfed.partitions,
+    }
+    known = [*registries, "presets"]
+    if kind is not None and kind not in known:
+        raise ConfigError(f"'{kind}' is none of {', '.join(known)}", "list")
+    console = Console()
+    for title in [kind] if kind else known:
+        if title == "presets":
+            _print_presets(console)
+        else:
+            _print_registry(console, title, registries[title])
+
+
+def _print_registry(console: Console, title: str, registry: Registry[Any]) -> None:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for column in ("name", "option", "default", "meaning"):
+        table.add_column(column, style="bold" if column == "name" else None)
+    for name in registry:
+        cls = registry[name]
+        about = " ".join((cls.__doc__ or "").split("\n\n")[0].split())
+        if about.startswith(f"{cls.__name__}("):  # what dataclasses write by themselves
+            about = sys.modules[cls.__module__].__doc__ or ""
+            about = about.splitlines()[0]
+        table.add_row(name, "", "", about)
+        for field in dataclasses.fields(cls):
+            default = ", ".join(map(str, d)) if isinstance(d := field.default, tuple) else str(d)
+            table.add_row("", field.name, default, field.metadata["help"])
+    console.print(table)
+    console.print()
+
+
+def _print_presets(console: Console) -> None:
+    table = Table(
+        title="presets", title_justify="left", title_style="bold", box=None, pad_edge=False
+    )
+    table.add_column("name", style="bold")
+    table.add_column("what it is")
+    for name in preset_names():
+        table.add_row(name, str(read_mapping(name).get("about", "")))
+    console.print(table)
+
+
+def _target(what: Experiment | Comparison, out: Path | None) -> Path:
+    name = what.experiment.name if isinstance(what, Comparison) else what.name
+    return out or default_path(name)
+
+
+def _execute(
+    what: Experiment | Comparison | None,
+    path: Path,
+    as_json: bool,
+    device: str,
+    checkpoint_seconds: float,
+) -> None:
+    """Start ``what`` in ``path``, or continue what is there, and print how it ended."""
+    console = Console(stderr=as_json)
+    result: Result | ComparisonResult
+    try:
+        with Display(console) as display:
+            common: dict[str, Any] = {
+                "callbacks": [display],
+                "device": device,
+                "checkpoint_seconds": checkpoint_seconds,
+            }
+            if isinstance(what, Comparison):
+                result = perfed.compare(what, path, **common)
+            elif what is not None:
+                result = perfed.run(what, path, **common)
+            elif (path / COMPARISON_FILE).is_file():
+                result = resume_comparison(path, **common)
+            else:
+                result = perfed.resume(path, **common)
+    except KeyboardInterrupt:
+        if path.exists():
+            print(f"\ninterrupted; continue with: perfed run --resume {path}", file=sys.stderr)
+        raise typer.Exit(130) from None
+    _print_end(console, result, as_json)
+
+
+def _print_end(console: Console, result: Result | ComparisonResult, as_json: bool) -> None:
+    results = result.results if isinstance(result, ComparisonResult) else [result]
+    if as_json:
+        summaries = [{"directory": str(one.path), **one.summary} for one in results]
+        whole: Any = {"directory": str(result.path), "runs": summaries}
+        print(json.dumps(whole if isinstance(result, ComparisonResult) else summaries[0]))
+        return
+    print_table(console, results)
+    console.print(f"figure: {result.plot()}", soft_wrap=True, highlight=False)
+    console.print(f"run directory: {result.path}", soft_wrap=True, highlight=False)
+
+
+def print_table(console: Console, results: Sequence[Result]) -> None:
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1))
+    for number, title in enumerate(HEADER):
+        table.add_column(title, justify="left" if number < 2 else "right", no_wrap=number != 0)
+    for row in rows(results):
+        table.add_row(*cells(row))
+    console.print()
+    console.print(table)
+    console.print(f"[dim]{FOOTNOTE}[/dim]", highlight=False)
+    console.print()
+
+
+def _parse_algorithm(text: str) -> dict[str, Any]:
+    """``perfed-ckt,clusters=3`` as a mapping."""
+    name, *settings = text.split(",")
+    values: dict[str, Any] = {"name": name}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals:
+            raise ConfigError(f"'{setting}' is not of the form key=value", "--algorithm")
+        values[key] = load_yaml(value, f"--algorithm {key}")
+    return values
+
+
+def _parse_seeds(text: str) -> list[int]:
+    """``0,1,2`` or ``0-4``."""
+    seeds: list[int] = []
+    try:
+        for piece in text.split(","):
+            low, dash, high = piece.partition("-")
+            seeds += range(int(low), int(high) + 1) if dash else [int(low)]
+    except ValueError:
+        raise ConfigError(f"'{text}' is not a list of whole numbers, as 0,1,2", "--seeds") from None
+    return seeds
+
+
+class Display(Callback):
+    """A live bar per run in a terminal; elsewhere a plain line for every tenth of the rounds."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bars: Progress | None = None
+        if console.is_terminal:
+            self._bars = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=24),
+                TextColumn("round {task.completed}/{task.total}"),
+                TextColumn("{task.fields[facts]}"),
+                TimeRemainingColumn(elapsed_when_finished=True),
+                console=console,
+            )
+        self._task = TaskID(0)
+        self._name = ""
+        self._began = 0.0
+
+    def __enter__(self) -> Display:
+        if self._bars:
+            self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bars:
+            self._bars.stop()
+
+    def on_start(self, experiment: Experiment, directory: Path, first_round: int) -> None:
+        self._name = f"{experiment.algorithm.label()}, seed {experiment.seed}"
+        self._began = time.monotonic()
+        self._first = first_round
+        if self._bars:
+            self._task = self._bars.add_task(
+                self._name, total=experiment.rounds, completed=first_round, facts=""
+            )
+
+    def on_round(self, report: RoundReport) -> None:
+        done, total = report.round + 1, report.experiment.rounds
+        accuracy = "" if report.accuracy is None else f"accuracy {100 * report.accuracy:.1f} %  "
+        facts = accuracy + quantity(report.traffic.bytes, "B").rjust(7)
+        if self._bars:
+            self._bars.update(self._task, completed=done, facts=facts)
+        elif done == total or done % max(1, total // 10) == 0:
+            pace = (time.monotonic() - self._began) / (done - self._first)
+            left = f"{pace * (total - done):.0f} s left" if done < total else "done"
+            self._console.print(
+                f"{self._name}: round {done}/{total}  {facts}  {left}",
+                soft_wrap=True,
+                highlight=False,
+            )
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"perfed {perfed.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None: ...
+
+
+def main() -> None:
+    try:
+        app()
+    except PerfedError as error:
+        print(f"perfed: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
