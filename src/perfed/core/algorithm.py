@@ -200,15 +200,15 @@ def weighted_average(weights: Sequence[Weights], amounts: Sequence[float]) -> We
     """The mean of models, parameters and buffers alike, in proportion to ``amounts``."""
     shares = [amount / sum(amounts) for amount in amounts]
 
-    def mean(part: str) -> dict[str, Tensor]:
-        dicts: list[dict[str, Tensor]] = [getattr(one, part) for one in weights]
-        return {
-            # Integer buffers (BatchNorm's step count) are averaged and rounded.
-            name: sum(
-                (share * d[name].double() for share, d in zip(shares, dicts, strict=True)),
-                start=torch.zeros((), dtype=torch.float64, device=first.device),
-            ).to(first.dtype)
-            for name, first in dicts[0].items()
-        }
+    def mean(tensors: Sequence[Tensor]) -> Tensor:
+        total = sum(share * t.double() for share, t in zip(shares, tensors, strict=True))
+        assert isinstance(total, Tensor)
+        whole = not tensors[0].is_floating_point()  # BatchNorm's count of batches
+        return (total.round() if whole else total).to(tensors[0].dtype)
 
-    return Weights(mean("params"), mean("buffers"), mean("public_buffers"))
+    return Weights(
+        *(
+            {name: mean([part[name] for part in parts]) for name in parts[0]}
+            for parts in zip(*weights, strict=True)
+        )
+    )

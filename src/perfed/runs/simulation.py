@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -275,10 +276,10 @@ class Simulation:
         }
 
     def _save_models(self, directory: RunDirectory) -> None:
-        """Every client's final model; one that several clients share is written once."""
+        """Every client's final model; what several clients share is written once."""
         folder = directory.path / "models"
         folder.mkdir(exist_ok=True)
-        written: dict[int, str] = {}
+        written: dict[bytes, str] = {}
         index: dict[str, dict[str, str]] = {}
         last = self.experiment.rounds - 1
         for client, message in self._evaluation_messages(last).items():
@@ -287,11 +288,12 @@ class Simulation:
                     tensors = model.params | model.buffers
                 else:
                     tensors = {"class_prior_logits": model.logits}
-                identity = next(iter(tensors.values())).data_ptr()
-                if identity not in written:
-                    written[identity] = f"{kind}-{client:04d}.safetensors"
-                    tensorfile.save(folder / written[identity], tensors)
-                index.setdefault(str(client), {})[kind] = written[identity]
+                content = tensorfile.encode(tensors)
+                digest = blake2b(content).digest()
+                if digest not in written:
+                    written[digest] = f"{kind}-{client:04d}.safetensors"
+                    tensorfile.write_atomically(folder / written[digest], content)
+                index.setdefault(str(client), {})[kind] = written[digest]
         directory.write_json("models/index.json", index)
 
     def _client_scalars(self, clients: list[int]) -> dict[str, list[float | None]]:

@@ -1,0 +1,53 @@
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+
+from perfed.algorithms.clustering import cmeans, nearest
+
+
+def inertia(points: torch.Tensor, centroids: torch.Tensor) -> float:
+    return float(torch.cdist(points.flatten(1), centroids.flatten(1)).min(1).values.square().sum())
+
+
+def best_inertia(points: torch.Tensor, clusters: int) -> float:
+    """Over all assignments: exact, for a few points."""
+    flat, best = points.flatten(1), np.inf
+    for assignment in product(range(clusters), repeat=len(flat)):
+        groups = [flat[torch.tensor(assignment) == c] for c in range(clusters)]
+        best = min(best, sum(float((g - g.mean(0)).square().sum()) for g in groups if len(g)))
+    return best
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_centroids_are_the_optimum_of_c_means(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    points = torch.rand(7, 3, 2, generator=generator, dtype=torch.float64)
+    centroids = cmeans(points, 3, np.random.default_rng(seed))
+    assert centroids.shape == (3, 3, 2)
+    assert inertia(points, centroids) == pytest.approx(best_inertia(points, 3), rel=1e-9)
+
+
+def test_one_cluster_is_the_mean_and_m_clusters_are_the_matrices() -> None:
+    points = torch.rand(5, 4, 3, dtype=torch.float64)
+    random = np.random.default_rng(0)
+    assert torch.allclose(cmeans(points, 1, random)[0], points.mean(0), atol=1e-15)
+    each = cmeans(points, 5, random)
+    assert {tuple(m.flatten().tolist()) for m in each} == {
+        tuple(m.flatten().tolist()) for m in points
+    }
+
+
+@pytest.mark.filterwarnings("error")
+def test_fewer_distinct_matrices_than_clusters_are_each_sent_once() -> None:
+    a, b = torch.rand(2, 4, 3)
+    centroids = cmeans(torch.stack([a, b, a, a]), 3, np.random.default_rng(0))
+    assert len(centroids) == 2
+    assert sorted(map(float, centroids.sum((1, 2)))) == sorted(map(float, (a.sum(), b.sum())))
+
+
+def test_nearest_is_by_squared_distance_and_the_first_of_equals() -> None:
+    centroids = torch.tensor([[[0.0, 0.0]], [[3.0, 0.0]], [[3.0, 0.0]]])
+    assert int(nearest(centroids, torch.tensor([[1.4, 0.0]]))) == 0
+    assert int(nearest(centroids, torch.tensor([[1.6, 0.0]]))) == 1

@@ -1,0 +1,47 @@
+"""Shared by all tests: small experiments, and float64 where exactness is the point."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from perfed import Experiment
+from perfed.core.schema import from_mapping
+from perfed.runs.simulation import Simulation
+
+TINY: dict[str, Any] = {
+    "rounds": 3,
+    "clients": 6,
+    "clients_per_round": 3,
+    "data": {"name": "digits", "public": 30},
+    "partition": {"name": "groups", "groups": 2},
+    "models": {"architectures": [{"name": "mlp", "hidden": [8]}, {"name": "mlp", "hidden": [12]}]},
+    "training": {"steps": 2, "batch_size": 8, "public_batch_size": 8, "learning_rate": 0.1},
+    "algorithm": {"name": "perfed-ckt", "clusters": 2},
+}
+
+
+def tiny(**changes: Any) -> Experiment:
+    """A small experiment; keyword arguments replace top-level keys."""
+    return from_mapping(Experiment, TINY | changes)
+
+
+def simulate(**changes: Any) -> Simulation:
+    return Simulation(tiny(**changes))
+
+
+@pytest.fixture
+def float64() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    """Tests run side by side, and bits must not depend on how many cores are free."""
+    torch.set_num_threads(1)

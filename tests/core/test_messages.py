@@ -1,0 +1,127 @@
+"""Messages, their encoding, and the channel that counts them."""
+
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from perfed.core import tensorfile
+from perfed.core.channel import Channel
+from perfed.core.errors import RunError
+from perfed.core.message import Message
+from perfed.core.tree import Weights, flatten, unflatten
+
+names = st.text("abcxyz.0_é", min_size=1, max_size=6).filter(lambda n: n != "params")
+dtypes = st.sampled_from(
+    [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
+)
+shapes = st.lists(st.integers(0, 3), max_size=3).map(tuple)
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    values = torch.randint(0, 2, draw(shapes), generator=generator)
+    return values.to(draw(dtypes))
+
+
+trees = st.recursive(
+    st.dictionaries(names, tensors(), min_size=1, max_size=3),
+    lambda inner: st.dictionaries(names, inner | tensors(), min_size=1, max_size=3),
+    max_leaves=6,
+)
+
+
+def same(left: dict, right: dict) -> bool:
+    return list(left) == list(right) and all(
+        left[n].dtype == right[n].dtype and torch.equal(left[n], right[n]) for n in left
+    )
+
+
+@given(trees)
+def test_flatten_and_unflatten_are_inverse(tree: dict) -> None:
+    flat = flatten(tree)
+    assert same(flatten(unflatten(flat)), flat)
+
+
+@given(st.dictionaries(names, tensors(), max_size=5))
+def test_the_encoding_is_safetensors(content: dict) -> None:
+    data = tensorfile.encode(content)
+    assert same(tensorfile.decode(data)[0], content)
+    theirs = safetensors.torch.load(data)
+    assert all(torch.equal(theirs[n], t) and theirs[n].dtype == t.dtype for n, t in content.items())
+    ours, _ = tensorfile.decode(safetensors.torch.save(content))
+    assert all(torch.equal(ours[n], t) and ours[n].dtype == t.dtype for n, t in content.items())
+    assert tensorfile.encoded_size(content) == (len(data) if content else 0)
+
+
+@given(cut=st.integers(0, 200))
+def test_a_file_cut_short_is_refused(cut: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.getbasetemp() / "cut.safetensors"
+    checksum = tensorfile.save(path, {"a": torch.arange(9.0)})
+    whole = path.read_bytes()
+    path.write_bytes(whole[: min(cut, len(whole) - 1)])
+    with pytest.raises(RunError, match="corrupt"):
+        tensorfile.load(path)
+    with pytest.raises(RunError, match="checksum"):
+        tensorfile.load(path, checksum)
+
+
+def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    checksum = tensorfile.save(path, {"a": torch.arange(9.0)})
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(RunError, match="checksum"):
+        tensorfile.load(path, checksum)
+
+
+def test_a_message_gives_back_what_was_put_in() -> None:
+    weights = Weights({"0.weight": torch.ones(2, 3)}, {"1.mean": torch.zeros(2)})
+    message = Message(model=weights, samples=7, soft=torch.rand(4, 2))
+    assert set(message) == {"model", "samples", "soft"}
+    assert set(message.arrays) == {
+        "model/params/0.weight",
+        "model/buffers/1.mean",
+        "samples",
+        "soft",
+    }
+    assert message["model"].params["0.weight"].shape == (2, 3)
+    assert int(message["samples"]) == 7
+    again = Message.from_arrays(tensorfile.decode(tensorfile.encode(message.arrays))[0])
+    assert torch.equal(again["model"].buffers["1.mean"], weights.buffers["1.mean"])
+    with pytest.raises(KeyError):
+        message["absent"]
+
+
+def test_the_channel_counts_a_broadcast_once_and_every_uplink() -> None:
+    """m=3 clients, c=2 centroids: (m + c)·|P|·N a round, the paper's count."""
+    channel = Channel()
+    centroids = torch.rand(2, 5, 10)
+    channel.down({k: Message(centroids=centroids) for k in range(3)})
+    channel.up({k: Message(soft_decisions=torch.rand(5, 10), samples=4) for k in range(3)})
+    assert channel.total.parameters == (3 + 2) * 5 * 10
+    payload = 4 * (3 * 100 + 3 * 50) + 3 * 8
+    assert payload < channel.total.bytes < payload + 6 * 250
+    assert channel.total.down_bytes == 3 * tensorfile.encoded_size({"centroids": centroids})
+
+
+def test_different_messages_count_each_and_shared_arrays_once() -> None:
+    """Two clients get three models, one of them in common: as FedFomo's candidates."""
+    channel = Channel()
+    a, b, c = torch.rand(7), torch.rand(7), torch.rand(7)
+    channel.down({0: Message(x=a, y=b), 1: Message(x=b, y=c)})
+    assert channel.total.down_parameters == 3 * 7
+    bank = torch.rand(2, 7)
+    channel.down({0: Message(one=bank[0]), 1: Message(all=bank)})  # same address, another thing
+    assert channel.total.down_parameters == 3 * 7 + 7 + 14
+
+
+def test_no_message_costs_nothing() -> None:
+    channel = Channel()
+    channel.up({0: Message(), 1: Message()})
+    assert (channel.total.bytes, channel.total.parameters) == (0, 0)

@@ -1,0 +1,85 @@
+"""Randomness is addressed: what one client does never moves another's numbers."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from perfed.core.message import Message
+from tests.conftest import simulate
+
+
+class WithDropout(nn.Sequential):
+    def __init__(self, shape: tuple[int, ...], classes: int) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(64, 16), nn.Dropout(0.5), nn.Linear(16, classes))
+
+
+def flat(weights: tuple[dict[str, Tensor], ...]) -> Tensor:
+    return torch.cat([t.flatten().double() for part in weights for t in part.values()])
+
+
+def test_order_and_dropped_clients_do_not_matter() -> None:
+    simulation = simulate(
+        models={"architectures": [f"{__name__}:WithDropout", {"name": "cnn", "batchnorm": True}]}
+    )
+    message = Message(centroids=torch.rand(2, 30, 10).softmax(-1))
+
+    def run(clients: list[int]) -> dict[int, Tensor]:
+        _, records = simulation.engine.run(
+            simulation.algorithm.client_round, dict.fromkeys(clients, message), 5
+        )
+        return {k: flat(record.weights) for k, record in records.items()}
+
+    everyone = run([0, 1, 2, 3])
+    reordered = run([3, 1, 0, 2])
+    dropped = run([2, 0])
+    assert all(torch.equal(everyone[k], reordered[k]) for k in everyone)
+    assert all(torch.equal(everyone[k], dropped[k]) for k in dropped)
+
+
+def test_rounds_and_clients_draw_different_batches() -> None:
+    simulation = simulate(clients=6)
+    seen = set()
+    for client in (0, 1):
+        for round in (0, 1):
+            batches = simulation.engine._client(client, round)._batches()
+            seen.add(tuple(float(private.x.sum()) for private, _ in batches))
+    assert len(seen) == 4
+
+
+def test_two_trainings_in_one_round_draw_different_batches() -> None:
+    client = simulate().engine._client(0, 0)
+    first, second = ([float(p.x.sum()) for p, _ in client._batches()] for _ in range(2))
+    assert first != second
+
+
+def test_sgd_leaves_what_it_was_given_as_it_was() -> None:
+    simulation = simulate(models={"architectures": [{"name": "cnn", "batchnorm": True}]})
+    client = simulation.engine._client(0, 0)
+    before = flat(client.weights)
+    client.sgd(client.weights, simulation.algorithm.objective, torch.full((30, 10), 0.1))
+    assert torch.equal(flat(client.weights), before)
+
+
+def test_a_client_smaller_than_a_batch_trains_on_all_it_has() -> None:
+    """No `drop_last`: with 3 samples and a batch of 64 every step still sees 64 draws of them."""
+    simulation = simulate(training={"steps": 4, "batch_size": 64})
+    engine = simulation.engine
+    splits = list(engine.federation.splits)
+    splits[0] = replace(splits[0], train=splits[0].train[:3])
+    engine.federation = replace(engine.federation, splits=splits)
+    shapes = [private.x.shape[0] for private, _ in engine._client(0, 0)._batches()]
+    assert shapes == [64] * 4
+    distinct = {
+        tuple(x.flatten().tolist())
+        for private, _ in engine._client(0, 0)._batches()
+        for x in private.x
+    }
+    assert len(distinct) == 3
+
+
+def test_own_initial_weights_differ_and_common_ones_do_not() -> None:
+    for initial, equal in (("common", True), ("own", False)):
+        engine = simulate(models={"architectures": ["mlp"], "initial": initial}).engine
+        first, second = (flat(engine._client(k, 0).weights) for k in (0, 1))
+        assert torch.equal(first, second) is equal

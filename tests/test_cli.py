@@ -1,0 +1,212 @@
+"""The command line as a user meets it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from perfed.cli import main
+from tests.conftest import TINY
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(json.dumps(TINY))
+    return path
+
+
+def perfed(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    """The exit code of ``perfed ARGUMENTS``, in this process."""
+    monkeypatch.setattr(sys, "argv", ["perfed", *map(str, arguments)])
+    try:
+        main()
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--set", "roundz=3"], "perfed: roundz: unknown key; did you mean 'rounds'?"),
+        (["--set", "rounds=many"], "perfed: rounds: expected a whole number, got str 'many'"),
+        (["--set", "algorithm.clusters=4"], "4 clusters of 3 clients: must be at most"),
+        (["--set", "clients_per_round=7"], "7 of 6 clients a round: must be at most clients, 6"),
+        (["--set", "algorithm=perfed"], "unknown algorithm 'perfed'; did you mean 'perfed-ckt'?"),
+        (["--set", "data={name: npz, path: gone.npz}"], "data.path: no such file: 'gone.npz'"),
+        (["--set", "data.public=0"], "algorithm: 'perfed-ckt' needs a public set"),
+        (["--set", "clients=2000"], "clients: 2000 clients need at least 6000 samples"),
+        (["--set", "rounds"], "--set: 'rounds' is not of the form key=value"),
+        (["--set", "rounds=[1"], "--set rounds is not valid YAML"),
+        (["--set", "models={architectures: [vgg11]}"], "'vgg11' needs images of at least 32×32"),
+        (["--device", "abacus"], "device 'abacus' cannot be used"),
+        (["--resume", "gone"], "takes no FILE"),
+    ],
+)
+def test_bad_input_is_one_line_exit_2_and_nothing_written(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    config: Path,
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert perfed(monkeypatch, "run", config, *arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("a: [", "is not valid YAML"),
+        ("- 1", "holds no keys and values"),
+        ("", "holds no keys and values"),
+    ],
+)
+def test_files_that_are_no_configuration(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    content: str,
+    message: str,
+) -> None:
+    (tmp_path / "bad.yaml").write_text(content)
+    assert perfed(monkeypatch, "run", tmp_path / "bad.yaml") == 2
+    assert message in capsys.readouterr().err
+    assert perfed(monkeypatch, "run", tmp_path / "gone.yaml") == 2
+    assert "no file and no preset is called" in capsys.readouterr().err
+
+
+def test_run_prints_a_table_and_last_the_directory(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    config: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert perfed(monkeypatch, "run", config, "--set", "name=mine") == 0
+    lines = capsys.readouterr().out.splitlines()
+    (directory,) = (tmp_path / "runs").iterdir()
+    assert directory.name.startswith("mine-")
+    assert lines[-1] == f"run directory: runs/{directory.name}"
+    assert any("round 3/3" in line and "accuracy" in line for line in lines)
+    assert perfed(monkeypatch, "run", config, "--out", directory) == 2
+    assert "exists already" in capsys.readouterr().err
+
+
+def test_json_is_all_there_is_on_stdout(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    config: Path,
+) -> None:
+    assert perfed(monkeypatch, "run", config, "--out", tmp_path / "run", "--json") == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["directory"] == str(tmp_path / "run")
+    assert 0 <= summary["models"]["personal"]["last"]["test_accuracy"] <= 1
+
+
+def test_compare_takes_algorithms_and_seeds(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    config: Path,
+) -> None:
+    arguments = ["-a", "majority", "-a", "perfed-ckt,clusters=1,weight=0.5", "--seeds", "0-1"]
+    out = tmp_path / "run"
+    assert perfed(monkeypatch, "compare", config, *arguments, "--out", out, "--json") == 0
+    runs = json.loads(capsys.readouterr().out)["runs"]
+    assert [(run["algorithm"], run["seed"]) for run in runs] == [
+        ("majority", 0),
+        ("majority", 1),
+        ("perfed-ckt (c=1, λ=0.5)", 0),
+        ("perfed-ckt (c=1, λ=0.5)", 1),
+    ]
+    assert perfed(monkeypatch, "compare", config, "--seeds", "x") == 2
+    assert "--seeds: 'x' is not a list" in capsys.readouterr().err
+    assert perfed(monkeypatch, "compare", config, "-a", "local,clusters") == 2
+    assert "'clusters' is not of the form key=value" in capsys.readouterr().err
+
+
+def test_list_names_everything_with_a_meaning(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert perfed(monkeypatch, "list") == 0
+    out = capsys.readouterr().out
+    for word in ("perfed-ckt", "vgg13-bn", "digits-groups", "shards", "npz", "clusters"):
+        assert word in out
+    for line in out.splitlines():
+        assert len(line.split()) != 1 or line.strip() in (
+            "algorithms",
+            "models",
+            "datasets",
+            "partitions",
+            "presets",
+        )
+    assert perfed(monkeypatch, "list", "nonsense") == 2
+    assert perfed(monkeypatch, "--version") == 0
+
+
+def test_ctrl_c_leaves_a_resumable_run_and_says_how(tmp_path: Path, config: Path) -> None:
+    run = tmp_path / "run"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "perfed", "run", str(config), f"--out={run}", "--set=rounds=99999"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not (run / "rounds.jsonl").exists() and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert error.strip() == f"interrupted; continue with: perfed run --resume {run}"
+
+
+BLOCKER = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        allowed = {"torch", "numpy", "sklearn", "scipy", "joblib", "threadpoolctl", "narwhals"}
+        blocked = {"yaml", "typer", "click", "rich", "pandas", "matplotlib", "safetensors",
+                   "pydantic", "PIL", "tqdm", "hypothesis", "pytest"}
+        if name.partition(".")[0] in blocked:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Absent())
+import perfed
+class Stop(perfed.Callback):
+    def on_round(self, report):
+        if report.round == 1:
+            raise KeyboardInterrupt
+experiment = perfed.Experiment(rounds=3, clients=6, clients_per_round=3,
+    partition={"name": "groups", "groups": 2}, algorithm={"name": "perfed-ckt", "clusters": 2})
+try:
+    perfed.run(experiment, sys.argv[1], callbacks=[Stop()], checkpoint_seconds=0)
+except KeyboardInterrupt:
+    pass
+result = perfed.resume(sys.argv[1])
+print(result.table())
+result.model(0)
+"""
+
+
+def test_training_and_resuming_need_only_torch_numpy_and_scikit_learn(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCKER, str(tmp_path / "run")],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "perfed-ckt (c=2, λ=2)" in done.stdout
