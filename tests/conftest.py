@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from perfed import Experiment
+from perfed.core.channel import Channel
 from perfed.core.schema import from_mapping
 from perfed.runs.simulation import Simulation
 
@@ -31,6 +32,15 @@ def tiny(**changes: Any) -> Experiment:
 
 def simulate(**changes: Any) -> Simulation:
     return Simulation(tiny(**changes))
+
+
+def played(rounds: int, channel: Channel | None = None, **changes: Any) -> Simulation:
+    """A simulation after some rounds, without a directory."""
+    simulation, channel = simulate(**changes), channel or Channel()
+    simulation.begin(channel)
+    for round in range(rounds):
+        simulation.play_round(round, channel)
+    return simulation
 
 
 @pytest.fixture

@@ -20,7 +20,8 @@ from perfed.config import Comparison, Experiment, load_yaml, parse, preset_names
 from perfed.config import apply_override as override
 from perfed.core.errors import ConfigError, PerfedError
 from perfed.core.registry import Registry
-from perfed.report.tables import FOOTNOTE, HEADER, cells, quantity, rows
+from perfed.paper import costs
+from perfed.report.tables import FOOTNOTE, HEADER, cells, quantity, rows, summary_table
 from perfed.runs import Callback, ComparisonResult, Result, RoundReport
 from perfed.runs.comparison import FILE as COMPARISON_FILE
 from perfed.runs.comparison import resume_comparison
@@ -135,6 +136,18 @@ def list_(
             _print_registry(console, title, registries[title])
 
 
+@app.command()
+def reproduce(
+    what: Annotated[str, typer.Argument(help="costs: the cost column of the paper's Table 1")],
+    as_json: JsonOption = False,
+) -> None:
+    """Make a result of the paper again, beside the paper's own numbers."""
+    if what != "costs":
+        raise ConfigError(f"'{what}' is none of 'costs'", "reproduce")
+    table = costs.costs()
+    print(json.dumps(table) if as_json else costs.render(table))
+
+
 def _print_registry(console: Console, title: str, registry: Registry[Any]) -> None:
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     for column in ("name", "option", "default", "meaning"):
@@ -214,6 +227,9 @@ def _print_end(console: Console, result: Result | ComparisonResult, as_json: boo
 
 
 def print_table(console: Console, results: Sequence[Result]) -> None:
+    if not console.is_terminal:  # as wide as it needs to be, for a file or a pipe
+        print(f"\n{summary_table(results)}\n", flush=True)
+        return
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1))
     for number, title in enumerate(HEADER):
         table.add_column(title, justify="left" if number < 2 else "right", no_wrap=number != 0)

@@ -24,7 +24,7 @@ class Training(Options):
 
     learning_rate: float = option(0.05, "η", gt=0)
     decay: float = option(0.0, "round t uses η / (1 + decay·t); 0 keeps η constant", ge=0)
-    steps: int = option(10, "τ: SGD steps a round", ge=0)
+    steps: int = option(10, "τ: SGD steps a round", ge=1)
     batch_size: int = option(32, "b: private samples a step, drawn with replacement", ge=1)
     public_batch_size: int = option(64, "b': public samples a step, drawn with replacement", ge=1)
     public_batchnorm: Literal["private", "shared", "separate"] = option(

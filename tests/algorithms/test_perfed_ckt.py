@@ -40,7 +40,7 @@ def test_one_step_is_the_papers_update_rule() -> None:
         simulation.algorithm.client_round, {client: Message(centroids=centroids)}, round
     )
 
-    before = engine.initial["mlp(hidden=)"].params
+    before = engine.initial_weights("mlp(hidden=)").params
     w, b = before["1.weight"].numpy(), before["1.bias"].numpy()
     public = simulation.federation.samples.public_x.reshape(30, 64).astype(float)
     own = softmax(public @ w.T + b)

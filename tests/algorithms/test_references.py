@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import perfed
+from perfed.core.channel import Channel
 from perfed.core.message import Message
-from tests.conftest import simulate, tiny
+from tests.conftest import played, simulate, tiny
 
 BATCHNORM = {"architectures": ["mlp", {"name": "cnn", "batchnorm": True}]}
 
@@ -55,7 +56,7 @@ def test_fedavg_is_the_sample_weighted_mean_per_architecture_with_buffers() -> N
         trained[k] = reply["model"]
         assert int(reply["samples"]) == sizes[k]
     simulation.progress.state = state
-    simulation._round(0, perfed.core.channel.Channel())
+    simulation.play_round(0, Channel())
     for architecture, merged in simulation.progress.state.items():
         members = [k for k in range(6) if engine.architectures[k] == architecture]
         shares = sizes[members] / sizes[members].sum()
@@ -75,11 +76,7 @@ def test_fedavg_with_one_client_is_sgd() -> None:
     changes = {"clients": 1, "clients_per_round": 1, "partition": "iid"}
     models = []
     for algorithm in ("fedavg", "local"):
-        simulation = simulate(algorithm=algorithm, **changes)
-        simulation.progress.state = simulation.algorithm.start(simulation._server(-1))
-        channel = perfed.core.channel.Channel()
-        for round in range(3):
-            simulation._round(round, channel)
+        simulation = played(3, algorithm=algorithm, **changes)
         message = simulation._evaluation_messages(2)[0]
         (model,) = simulation.engine.models(0, message, 2).values()
         models.append(model)

@@ -42,15 +42,32 @@ def test_rounds_and_clients_draw_different_batches() -> None:
     seen = set()
     for client in (0, 1):
         for round in (0, 1):
-            batches = simulation.engine._client(client, round)._batches()
+            batches = simulation.engine._client(client, round)._batches(2, 1, 0)
             seen.add(tuple(float(private.x.sum()) for private, _ in batches))
     assert len(seen) == 4
 
 
 def test_two_trainings_in_one_round_draw_different_batches() -> None:
-    client = simulate().engine._client(0, 0)
-    first, second = ([float(p.x.sum()) for p, _ in client._batches()] for _ in range(2))
-    assert first != second
+    client = simulate(algorithm="local").engine._client(0, 0)
+    trainings: list[list[float]] = []
+
+    def objective(model, private, public):  # type: ignore[no-untyped-def]
+        trainings[-1].append(float(private.x.sum()))
+        return model(private.x).sum()
+
+    for stream in (None, None, 0):
+        trainings.append([])
+        client.sgd(client.weights, objective, stream=stream)
+    assert trainings[0] != trainings[1]
+    assert trainings[0] == trainings[2]
+
+
+def test_several_batches_a_step_are_independent_and_the_first_is_the_usual_one() -> None:
+    client = simulate(algorithm="local").engine._client(0, 0)
+    usual = [float(private.x.sum()) for private, _ in client._batches(2, 1, 0)]
+    three = [tuple(float(p.x.sum()) for p in private) for private, _ in client._batches(2, 3, 0)]
+    assert [sums[0] for sums in three] == usual
+    assert len({sum_ for sums in three for sum_ in sums}) == 6
 
 
 def test_sgd_leaves_what_it_was_given_as_it_was() -> None:
@@ -68,11 +85,11 @@ def test_a_client_smaller_than_a_batch_trains_on_all_it_has() -> None:
     splits = list(engine.federation.splits)
     splits[0] = replace(splits[0], train=splits[0].train[:3])
     engine.federation = replace(engine.federation, splits=splits)
-    shapes = [private.x.shape[0] for private, _ in engine._client(0, 0)._batches()]
+    shapes = [private.x.shape[0] for private, _ in engine._client(0, 0)._batches(4, 1, 0)]
     assert shapes == [64] * 4
     distinct = {
         tuple(x.flatten().tolist())
-        for private, _ in engine._client(0, 0)._batches()
+        for private, _ in engine._client(0, 0)._batches(4, 1, 0)
         for x in private.x
     }
     assert len(distinct) == 3

@@ -1,8 +1,27 @@
 """One file per algorithm; importing this package registers them all."""
 
+from perfed.algorithms.ditto import Ditto
 from perfed.algorithms.fedavg import FedAvg
+from perfed.algorithms.feddf import FedDF
+from perfed.algorithms.fedfomo import FedFomo
+from perfed.algorithms.fedprox import FedProx
+from perfed.algorithms.hypcluster import HypCluster
 from perfed.algorithms.local import Local
 from perfed.algorithms.majority import Majority
 from perfed.algorithms.perfed_ckt import PerFedCKT
+from perfed.algorithms.perfedavg import PerFedAvg
+from perfed.algorithms.scaffold import Scaffold
 
-__all__ = ["FedAvg", "Local", "Majority", "PerFedCKT"]
+__all__ = [
+    "Ditto",
+    "FedAvg",
+    "FedDF",
+    "FedFomo",
+    "FedProx",
+    "HypCluster",
+    "Local",
+    "Majority",
+    "PerFedAvg",
+    "PerFedCKT",
+    "Scaffold",
+]

@@ -28,7 +28,7 @@ from perfed.core.tree import Tree, Weights
 @dataclass(frozen=True)
 class FedAvg(Algorithm):
     def start(self, server: Server) -> Tree:
-        return dict(server.initial_weights)
+        return {architecture: server.initial(architecture, 0) for architecture in server.population}
 
     def broadcast(self, server: Server, state: Tree, client: ClientInfo) -> Message:
         return Message(model=state[client.architecture])
@@ -49,13 +49,18 @@ class FedAvg(Algorithm):
 
 def average_by_architecture(replies: Sequence[Reply]) -> dict[str, Weights]:
     """The sample-weighted mean model of every architecture that answered."""
-    answered: dict[str, list[Message]] = {}
-    for reply in replies:
-        answered.setdefault(reply.client.architecture, []).append(reply.message)
     return {
         architecture: weighted_average(
             [message["model"] for message in messages],
             [float(message["samples"]) for message in messages],
         )
-        for architecture, messages in answered.items()
+        for architecture, messages in by_architecture(replies).items()
     }
+
+
+def by_architecture(replies: Sequence[Reply]) -> dict[str, list[Message]]:
+    """What came back, from clients of each architecture that answered."""
+    answered: dict[str, list[Message]] = {}
+    for reply in replies:
+        answered.setdefault(reply.client.architecture, []).append(reply.message)
+    return answered

@@ -61,6 +61,11 @@ class Network:
     def params(self) -> dict[str, Tensor]:
         return self._weights.params
 
+    def at(self, params: dict[str, Tensor]) -> Network:
+        """The same network at other parameters; running statistics here are not moved by it."""
+        buffers = {name: b.clone() for name, b in self._weights.buffers.items()}
+        return Network(self._module, Weights(params, buffers), self._public_batchnorm)
+
     def __call__(self, x: Tensor) -> Tensor:
         """Logits of private samples; moves BatchNorm's running statistics."""
         return self._forward(x, self._weights.buffers)
@@ -101,15 +106,35 @@ class Client(Protocol):
     state: Tree
     samples: Tensor
     """Number of training samples (0-dimensional)."""
+    steps: int
+    """τ: SGD steps a round."""
+    learning_rate: float
+    """η in this round."""
 
     def soft_decisions(self, weights: Weights | None = None) -> Tensor:
         """Class probabilities on the whole public set, |P|×N, in evaluation mode."""
 
-    def sgd(self, weights: Weights, objective: Objective, *inputs: Tensor) -> Weights:
-        """``weights`` after τ plain SGD steps on ``objective``.
+    def sgd(
+        self,
+        weights: Weights,
+        objective: Objective,
+        *inputs: Any,
+        steps: int | None = None,
+        rate: float | None = None,
+        batches: int = 1,
+        stream: int | None = None,
+    ) -> Weights:
+        """``weights`` after τ plain SGD steps of size η on ``objective``.
 
-        The objective gets a network, a private and a public mini-batch, and ``inputs``.
+        The objective gets a network, a private and a public mini-batch, and ``inputs`` (tensors,
+        or dictionaries of them). ``steps`` and ``rate`` stand in for τ and η. With ``batches`` > 1
+        it gets a tuple of that many independent private mini-batches, of which the first is the
+        one it would get otherwise. A second call in one round draws other mini-batches, unless
+        ``stream`` says whose (0 for those of the first call).
         """
+
+    def loss(self, weights: Weights, part: str) -> Tensor:
+        """Mean cross-entropy on the client's ``train`` or ``validation`` data."""
 
     def label_counts(self) -> Tensor:
         """How often each class occurs in the training data."""
@@ -137,8 +162,14 @@ class Server:
 
     seed: int
     round: int
-    initial_weights: Mapping[str, Weights]
-    """One initial model per architecture."""
+    population: Mapping[str, int]
+    """How many clients there are of each architecture."""
+    initial: Callable[[str, int], Weights]
+    """The initial weights number 0, 1, … of an architecture; 0 is the one clients start from."""
+    modules: Mapping[str, nn.Module]
+    """A module of each architecture, for a server that trains (its own weights mean nothing)."""
+    public_x: Tensor
+    """The public set."""
 
     def random(self, purpose: str) -> np.random.Generator:
         """A stream of this round's own."""
@@ -159,6 +190,7 @@ class Algorithm(Component):
         """Raise ConfigError where the options do not fit the experiment."""
 
     def start(self, server: Server) -> Tree:
+        """The server's state before the first round."""
         return {}
 
     def first_message(self, client: Client) -> Message | None:

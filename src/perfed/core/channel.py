@@ -4,7 +4,7 @@ Two counts, both per direction:
 
 * ``parameters``, the paper's: every uplink array counts, and on the downlink every *distinct*
   array of the round counts once, however many clients receive it (a broadcast). Scalars (sample
-  counts, a cluster's index) are not parameters.
+  counts, a cluster's index) and BatchNorm's running statistics are not parameters.
 * ``bytes``, as sent: every message to every recipient, in the wire encoding
   (:mod:`perfed.core.tensorfile`).
 """
@@ -49,16 +49,16 @@ class Channel:
         """Server to clients."""
         distinct: dict[tuple[Any, ...], Tensor] = {}
         for message in messages.values():
-            distinct |= {_identity(tensor): tensor for tensor in message.arrays.values()}
+            distinct |= {_identity(tensor): tensor for tensor in _parameter_arrays(message)}
             self.total.down_bytes += encoded_size(message.arrays)
-        self.total.down_parameters += sum(map(_parameters, distinct.values()))
+        self.total.down_parameters += sum(tensor.numel() for tensor in distinct.values())
         return messages
 
     def up(self, messages: Mapping[int, Message]) -> Mapping[int, Message]:
         """Clients to server."""
         for message in messages.values():
             self.total.up_bytes += encoded_size(message.arrays)
-            self.total.up_parameters += sum(map(_parameters, message.arrays.values()))
+            self.total.up_parameters += sum(t.numel() for t in _parameter_arrays(message))
         return messages
 
 
@@ -67,5 +67,9 @@ def _identity(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-def _parameters(tensor: Tensor) -> int:
-    return tensor.numel() if tensor.ndim else 0
+def _parameter_arrays(message: Message) -> list[Tensor]:
+    return [
+        tensor
+        for path, tensor in message.arrays.items()
+        if tensor.ndim and "buffers" not in path.split("/")
+    ]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -26,6 +27,16 @@ class Weights(NamedTuple):
 
     def clone(self) -> Weights:
         return Weights(*({name: t.detach().clone() for name, t in part.items()} for part in self))
+
+
+def squared_distance(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> Tensor:
+    """‖left − right‖² over all tensors."""
+    return torch.stack([(left[name] - right[name]).square().sum() for name in left]).sum()
+
+
+def inner_product(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> Tensor:
+    """⟨left, right⟩ over all tensors."""
+    return torch.stack([(left[name] * right[name]).sum() for name in left]).sum()
 
 
 Tree = dict[str, Any]  # str → Tensor | Weights | Tree

@@ -5,12 +5,13 @@ Every other engine is tested against this one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
@@ -29,7 +30,7 @@ from perfed.core.metrics import PARTS
 from perfed.core.streams import stream_key, uniform_indices
 from perfed.core.tree import Tree, Weights
 from perfed.data import Federation
-from perfed.models import Architecture, Models, build_module, initial_weights
+from perfed.models import Models, build_module, initial_weights
 
 EVALUATION_BATCH = 2048
 
@@ -62,16 +63,17 @@ class SequentialEngine:
         self.training = training
         self.seed = seed
         self.device = device
-        self.dealt = models.deal(federation.train_sizes, seed)
-        labels = {architecture: architecture.label() for architecture in dict.fromkeys(self.dealt)}
-        self.architectures = [labels[architecture] for architecture in self.dealt]
+        dealt = models.deal(federation.train_sizes, seed)
+        labels = {architecture: architecture.label() for architecture in dict.fromkeys(dealt)}
+        self.architectures = [labels[architecture] for architecture in dealt]
         self._own_initial = models.initial == "own"
+        self._by_label = {label: architecture for architecture, label in labels.items()}
         shape, self.classes = federation.input_shape, federation.samples.classes
-        self.modules: dict[str, nn.Module] = {}
-        self.initial: dict[str, Weights] = {}
-        for architecture, label in labels.items():
-            self.modules[label] = build_module(architecture, shape, self.classes).to(device)
-            self.initial[label] = self._initial_weights(architecture)
+        self.modules = {
+            label: build_module(architecture, shape, self.classes).to(device)
+            for architecture, label in labels.items()
+        }
+        self._initial: dict[tuple[str, int], Weights] = {}
         dtype = torch.get_default_dtype()
         samples = federation.samples
         self.x = torch.as_tensor(samples.x, dtype=dtype, device=device)
@@ -127,19 +129,35 @@ class SequentialEngine:
 
     def _first_weights(self, client: int) -> Weights:
         if self._own_initial:
-            return self._initial_weights(self.dealt[client], client)
-        return self.initial[self.architectures[client]]
+            return self._draw_weights(self.architectures[client], client=client)
+        return self.initial_weights(self.architectures[client])
 
-    def _initial_weights(self, architecture: Architecture, client: int = -1) -> Weights:
+    def initial_weights(self, architecture: str, number: int = 0) -> Weights:
+        """The architecture's common initial weights; further ones for methods that need several."""
+        key = (architecture, number)
+        if key not in self._initial:
+            self._initial[key] = self._draw_weights(architecture, number=number)
+        return self._initial[key]
+
+    def _draw_weights(self, architecture: str, *, client: int = -1, number: int = 0) -> Weights:
         params, buffers, _ = initial_weights(
-            architecture, self.federation.input_shape, self.classes, self.seed, client
+            self._by_label[architecture],
+            self.federation.input_shape,
+            self.classes,
+            self.seed,
+            client,
+            number,
         )
         separate = self.training.public_batchnorm == "separate"
         weights = Weights(params, buffers, buffers if separate else {}).clone()
         return Weights(*({n: t.to(self.device) for n, t in part.items()} for part in weights))
 
+    def positions(self, client: int, part: str) -> Tensor:
+        """Where a client's ``train``, ``validation`` or ``test`` samples are."""
+        return torch.as_tensor(getattr(self.federation.splits[client], part), device=self.device)
+
     def _judge(self, client: int, model: Judged, part: str) -> tuple[float, float]:
-        where = torch.as_tensor(getattr(self.federation.splits[client], part), device=self.device)
+        where = self.positions(client, part)
         labels = self.y[where]
         if isinstance(model, Weights):
             logits = self.logits(self.architectures[client], model, self.x[where])
@@ -174,11 +192,13 @@ class SequentialClient:
         self._id = client
         self._round = round
         self._sgd_calls = 0
-        self._train = torch.as_tensor(engine.federation.splits[client].train, device=engine.device)
+        self._train = engine.positions(client, "train")
         self._architecture = engine.architectures[client]
         self.weights = record.weights
         self.state = record.state
         self.samples = torch.tensor(len(self._train))
+        self.steps = engine.training.steps
+        self.learning_rate = engine.training.learning_rate_at(round)
 
     def soft_decisions(self, weights: Weights | None = None) -> Tensor:
         engine = self._engine
@@ -191,14 +211,32 @@ class SequentialClient:
         labels = self._engine.y[self._train]
         return torch.bincount(labels, minlength=self._engine.classes)
 
-    def sgd(self, weights: Weights, objective: Objective, *inputs: Tensor) -> Weights:
-        engine, training = self._engine, self._engine.training
+    def loss(self, weights: Weights, part: str) -> Tensor:
+        where = self._engine.positions(self._id, part)
+        logits = self._engine.logits(self._architecture, weights, self._engine.x[where])
+        return cross_entropy(logits, self._engine.y[where])
+
+    def sgd(
+        self,
+        weights: Weights,
+        objective: Objective,
+        *inputs: Any,
+        steps: int | None = None,
+        rate: float | None = None,
+        batches: int = 1,
+        stream: int | None = None,
+    ) -> Weights:
+        engine = self._engine
         module = engine.modules[self._architecture].train()
         weights = weights.clone()  # what the caller holds stays as it is
         params = [param.requires_grad_() for param in weights.params.values()]
-        network = Network(module, weights, training.public_batchnorm)
-        rate = training.learning_rate_at(self._round)
-        for private, public in self._batches():
+        network = Network(module, weights, engine.training.public_batchnorm)
+        rate = self.learning_rate if rate is None else rate
+        if stream is None:
+            stream, self._sgd_calls = self._sgd_calls, self._sgd_calls + 1
+        for private, public in self._batches(
+            self.steps if steps is None else steps, batches, stream
+        ):
             loss = objective(network, private, public, *inputs)
             gradients = torch.autograd.grad(loss, params, materialize_grads=True)
             with torch.no_grad():
@@ -206,23 +244,27 @@ class SequentialClient:
                     param -= rate * gradient
         return Weights(*({n: t.detach() for n, t in part.items()} for part in weights))
 
-    def _batches(self) -> Iterable[tuple[Private, Public | None]]:
-        """τ pairs of mini-batches, drawn uniformly and independently."""
+    def _batches(
+        self, steps: int, count: int, stream: int
+    ) -> Iterator[tuple[Private | tuple[Private, ...], Public | None]]:
+        """``steps`` times ``count`` private mini-batches and a public one, drawn uniformly."""
         engine, training = self._engine, self._engine.training
-        private = self._draw("private", training.batch_size, len(self._train))
+
+        def draw(what: str, batch: int, bound: int) -> Tensor:
+            key = stream_key(engine.seed, f"{what}/{stream}", self._id, self._round)
+            return uniform_indices(key, (steps, batch), bound, engine.device)
+
+        private = [
+            draw(f"private-batches{n or ''}", training.batch_size, len(self._train))
+            for n in range(count)
+        ]
         public = None
         if engine.algorithm.needs_public_set:
-            public = self._draw("public", training.public_batch_size, len(engine.public_x))
-        self._sgd_calls += 1
-        for step in range(training.steps):
-            chosen = self._train[private[step]]
+            public = draw("public-batches", training.public_batch_size, len(engine.public_x))
+        for step in range(steps):
+            chosen = [self._train[positions[step]] for positions in private]
+            drawn = tuple(Private(engine.x[where], engine.y[where]) for where in chosen)
             yield (
-                Private(engine.x[chosen], engine.y[chosen]),
+                drawn if count > 1 else drawn[0],
                 None if public is None else Public(engine.public_x[public[step]], public[step]),
             )
-
-    def _draw(self, what: str, batch: int, bound: int) -> Tensor:
-        """τ×batch positions. A second training in one round has streams of its own."""
-        engine = self._engine
-        key = stream_key(engine.seed, f"{what}-batches/{self._sgd_calls}", self._id, self._round)
-        return uniform_indices(key, (engine.training.steps, batch), bound, engine.device)

@@ -41,7 +41,7 @@ class Models(Options):
         if self.per_client and max(self.per_client) >= len(self.architectures):
             raise ConfigError(
                 f"position {max(self.per_client)} of {len(self.architectures)} architectures",
-                "list",
+                "per_client",
             )
 
     def deal(self, train_sizes: np.ndarray, seed: int) -> list[Architecture]:
@@ -86,10 +86,15 @@ def build_module(architecture: Architecture, shape: Shape, classes: int) -> nn.M
 
 
 def initial_weights(
-    architecture: Architecture, shape: Shape, classes: int, seed: int, client: int = -1
+    architecture: Architecture,
+    shape: Shape,
+    classes: int,
+    seed: int,
+    client: int = -1,
+    number: int = 0,
 ) -> Weights:
     """The architecture's initial weights: common to all clients, or one client's own."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(stream_key(seed, f"initial/{architecture.label()}", client))
+        torch.manual_seed(stream_key(seed, f"initial/{architecture.label()}/{number}", client))
         module = architecture.build(shape, classes)
     return Weights(dict(module.named_parameters()), dict(module.named_buffers())).clone()

@@ -21,10 +21,11 @@ HEADER = (
     "bytes",
 )
 FOOTNOTE = """\
-Test accuracy in %, mean over all clients, after the last round; "chosen": in the round that was
-best on validation data; "worst 10 %": mean of the tenth of the clients that fare worst.
-*The best test round, which the paper reports, is chosen by test data: it flatters, and is no
-result. Parameters are counted as in the paper (a broadcast once), bytes as sent."""
+Test accuracy in %, mean over all clients, after the last round. chosen: in the
+round that was best on validation data. worst 10 %: mean of the tenth of the
+clients that fare worst. *The best test round, which the paper reports, is chosen
+by test data: it flatters, and is no result. Parameters are counted as the paper
+does (a broadcast once), bytes as sent."""
 
 
 @dataclass(frozen=True)

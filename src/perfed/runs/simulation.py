@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
@@ -21,6 +22,7 @@ from perfed.core.errors import ConfigError, Diverged, RunError
 from perfed.core.message import Message
 from perfed.core.metrics import summarize
 from perfed.core.selection import select_clients
+from perfed.core.threads import cpu_threads
 from perfed.core.tree import Weights
 from perfed.data import build_federation
 from perfed.engines import SequentialEngine
@@ -122,6 +124,7 @@ class Simulation:
             experiment.seed,
             self.device,
         )
+        self._population = dict(Counter(self.engine.architectures))
         self.progress = Progress(trained=[0] * experiment.clients)
         self.changed: set[int] = set()
         self.seconds: dict[str, float] = {}
@@ -132,7 +135,7 @@ class Simulation:
             directory.write_json("partition.json", self._partition_record())
             # Last, because a directory with a configuration is one that can be resumed.
             directory.write_yaml("config.yaml", self.experiment.to_mapping())
-            with _fitting_threads(self.engine):
+            with cpu_threads(_fitting_threads(self.engine)):
                 return self._run(directory, Checkpoints(directory))
 
     def continue_in(self, directory: RunDirectory) -> Result:
@@ -148,7 +151,7 @@ class Simulation:
                 self.progress, records = saved
                 self.engine.commit(records)
             directory.cut_logs(self.progress.log_sizes)
-            with _fitting_threads(self.engine):
+            with cpu_threads(_fitting_threads(self.engine)):
                 return self._run(directory, checkpoints)
 
     def _run(self, directory: RunDirectory, checkpoints: Checkpoints) -> Result:
@@ -156,28 +159,26 @@ class Simulation:
         channel = Channel(progress.traffic)
         for callback in self.callbacks:
             callback.on_start(experiment, directory.path, progress.next_round)
-        if progress.next_round == 0:
-            progress.state = self.algorithm.start(self._server(-1))
-            self._first_exchange(channel, directory)
+        if progress.next_round == 0 and (opening := self.begin(channel)):
+            directory.append("rounds.jsonl", opening)
         last_saved = time.monotonic()
         for round in range(progress.next_round, experiment.rounds):
             began = time.monotonic()
             self.seconds = {}
-            clients, traffic = self._round(round, channel)
-            line: dict[str, Any] = {
-                "round": round,
-                "clients": clients,
-                "learning_rate": experiment.training.learning_rate_at(round),
-                "client_state": self._client_scalars(clients),
-                "traffic": traffic,
-                "traffic_total": vars(channel.total).copy(),
-            }
-            accuracy = None
-            if (round + 1) % experiment.evaluate_every == 0 or round + 1 == experiment.rounds:
-                with self._timed("evaluate"):
-                    line["evaluation"] = self._evaluate(round, directory)
-                accuracy = headline(line["evaluation"])["test_accuracy"]
-            directory.append("rounds.jsonl", line)
+            clients, traffic = self.play_round(round, channel)
+            evaluation = self._evaluate_if_due(round, directory)
+            directory.append(
+                "rounds.jsonl",
+                {
+                    "round": round,
+                    "clients": clients,
+                    "learning_rate": experiment.training.learning_rate_at(round),
+                    "client_state": self._client_scalars(clients),
+                    "traffic": traffic,
+                    "traffic_total": vars(channel.total),
+                    **({"evaluation": evaluation} if evaluation else {}),
+                },
+            )
             directory.append("timing.jsonl", {"round": round, **self.seconds})
             progress.next_round = round + 1
             progress.log_sizes = directory.log_sizes()
@@ -185,11 +186,10 @@ class Simulation:
                 checkpoints.save(progress, self.engine.records, self.changed)
                 self.changed.clear()
                 last_saved = time.monotonic()
-            report = RoundReport(
-                experiment, round, accuracy, channel.total, time.monotonic() - began
-            )
+            accuracy = headline(evaluation)["test_accuracy"] if evaluation else None
+            seconds = time.monotonic() - began
             for callback in self.callbacks:
-                callback.on_round(report)
+                callback.on_round(RoundReport(experiment, round, accuracy, channel.total, seconds))
         return self._finish(directory, checkpoints)
 
     def _finish(self, directory: RunDirectory, checkpoints: Checkpoints) -> Result:
@@ -201,10 +201,11 @@ class Simulation:
             callback.on_end(result)
         return result
 
-    def _first_exchange(self, channel: Channel, directory: RunDirectory) -> None:
-        """The initial set S(−1) sends what it has to say before any training."""
+    def begin(self, channel: Channel) -> dict[str, Any] | None:
+        """The server's first state; where the method has an initial set S(−1), what it sent."""
+        self.progress.state = self.algorithm.start(self._server(-1))
         if type(self.algorithm).first_message is Algorithm.first_message:
-            return
+            return None
         clients = self._select(-1)
         replies, _ = self.engine.run(
             lambda client, message: self.algorithm.first_message(client),
@@ -212,17 +213,10 @@ class Simulation:
             -1,
         )
         self._merge(-1, channel.up(replies))
-        directory.append(
-            "rounds.jsonl",
-            {
-                "round": -1,
-                "clients": clients,
-                "traffic": vars(channel.total).copy(),
-                "traffic_total": vars(channel.total).copy(),
-            },
-        )
+        traffic = vars(channel.total).copy()
+        return {"round": -1, "clients": clients, "traffic": traffic, "traffic_total": traffic}
 
-    def _round(self, round: int, channel: Channel) -> tuple[list[int], dict[str, int]]:
+    def play_round(self, round: int, channel: Channel) -> tuple[list[int], dict[str, int]]:
         """One communication round; returns who took part and what crossed."""
         before = dataclasses.replace(channel.total)
         clients = self._everyone() if self.algorithm.trains_everyone() else self._select(round)
@@ -255,8 +249,13 @@ class Simulation:
             self._server(round), self.progress.state, ordered
         )
 
-    def _evaluate(self, round: int, directory: RunDirectory) -> dict[str, Any]:
-        columns = self.engine.evaluate(self._evaluation_messages(round), round)
+    def _evaluate_if_due(self, round: int, directory: RunDirectory) -> dict[str, Any]:
+        """Every client's numbers to the directory, and their summary by model kind."""
+        done = round + 1
+        if done % self.experiment.evaluate_every and done != self.experiment.rounds:
+            return {}
+        with self._timed("evaluate"):
+            columns = self.engine.evaluate(self._evaluation_messages(round), round)
         lists = {
             kind: {name: values.tolist() for name, values in column.items()}
             for kind, column in columns.items()
@@ -320,7 +319,14 @@ class Simulation:
         return record
 
     def _server(self, round: int) -> Server:
-        return Server(self.experiment.seed, round, self.engine.initial)
+        return Server(
+            self.experiment.seed,
+            round,
+            self._population,
+            self.engine.initial_weights,
+            self.engine.modules,
+            self.engine.public_x,
+        )
 
     def _info(self, client: int) -> ClientInfo:
         return ClientInfo(client, self.engine.architectures[client])
@@ -344,17 +350,9 @@ class Simulation:
         self.seconds[phase] = time.perf_counter() - began
 
 
-@contextmanager
-def _fitting_threads(engine: SequentialEngine) -> Iterator[None]:
-    """One thread for small models: more gain nothing there, and on a busy machine, where threads
-    wait for each other, lose a factor of ten."""
-    largest = max(sum(p.numel() for p in w.params.values()) for w in engine.initial.values())
-    before = torch.get_num_threads()
-    torch.set_num_threads(before if largest >= SMALL_MODEL else 1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+def _fitting_threads(engine: SequentialEngine) -> int:
+    largest = max(sum(p.numel() for p in m.parameters()) for m in engine.modules.values())
+    return torch.get_num_threads() if largest >= SMALL_MODEL else 1
 
 
 def _device(name: str) -> torch.device:

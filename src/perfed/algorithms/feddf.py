@@ -1,0 +1,77 @@
+"""FedDF (Lin et al. 2020): FedAvg, then the server distils the clients' ensemble.
+
+The variant: one student per architecture, starting from that architecture's average; the teacher is
+the softmax of the mean logits of *all* models that came in, of whatever architecture, in evaluation
+mode, on the unlabeled public set; KL divergence, Adam with cosine decay, as in the authors' code.
+They stop early on labelled validation data at the server. Here the server has none, so the number
+of steps is fixed, and smaller than their upper limit of 10,000.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+from torch.nn.functional import kl_div, log_softmax
+
+from perfed.algorithms.fedavg import FedAvg, average_by_architecture
+from perfed.core.algorithm import Reply, Server, algorithms
+from perfed.core.schema import option
+from perfed.core.streams import stream_key, uniform_indices
+from perfed.core.tree import Tree, Weights
+
+TEACHING_BATCH = 1024
+
+
+@algorithms.register("feddf")
+@dataclass(frozen=True)
+class FedDF(FedAvg):
+    steps: int = option(100, "distillation steps a round", ge=0)
+    rate: float = option(1e-3, "Adam's learning rate, decaying to zero by a cosine", gt=0)
+    batch_size: int = option(128, "public samples a distillation step", ge=1)
+
+    needs_public_set = True
+
+    def merge(self, server: Server, state: Tree, replies: Sequence[Reply]) -> Tree:
+        students = average_by_architecture(replies)
+        if self.steps:
+            teacher = torch.stack([ensemble_member(server, reply) for reply in replies]).mean(0)
+            students = {
+                architecture: self.distil(server, architecture, student, teacher.softmax(1))
+                for architecture, student in students.items()
+            }
+        return state | students
+
+    def distil(
+        self, server: Server, architecture: str, student: Weights, teacher: Tensor
+    ) -> Weights:
+        module = server.modules[architecture].train()
+        student = student.clone()
+        params = [param.requires_grad_() for param in student.params.values()]
+        optimizer = torch.optim.Adam(params, lr=self.rate)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.steps)
+        key = stream_key(server.seed, f"server/distillation/{architecture}", round=server.round)
+        public = server.public_x
+        batches = uniform_indices(key, (self.steps, self.batch_size), len(public), public.device)
+        for batch in batches:
+            logits = functional_call(module, student.params | student.buffers, (public[batch],))
+            loss = kl_div(log_softmax(logits, 1), teacher[batch], reduction="batchmean")
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            schedule.step()
+        return student.clone()
+
+
+@torch.no_grad()
+def ensemble_member(server: Server, reply: Reply) -> Tensor:
+    """One client model's logits on the public set, in evaluation mode."""
+    module = server.modules[reply.client.architecture].eval()
+    weights: Weights = reply.message["model"]
+    batches = torch.split(server.public_x, TEACHING_BATCH)
+    return torch.cat(
+        [functional_call(module, weights.params | weights.buffers, (x,)) for x in batches]
+    )

@@ -1,0 +1,87 @@
+"""HypCluster (Mansour et al. 2020; IFCA, Ghosh et al. 2020): c global models, each client on one.
+
+A client picks the model with the lowest loss on its own *training* data (never test), trains it,
+and says which it was; each cluster's model becomes the mean of its clients' by training samples,
+and an empty cluster stays as it was. The c models start from different draws; the first is the one
+FedAvg would start from. Each architecture has c models of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from perfed.algorithms.fedavg import by_architecture
+from perfed.core.algorithm import (
+    Algorithm,
+    Client,
+    ClientInfo,
+    Judged,
+    Reply,
+    Server,
+    algorithms,
+    supervised,
+    weighted_average,
+)
+from perfed.core.message import Message
+from perfed.core.schema import option
+from perfed.core.tree import Tree, Weights
+
+
+@algorithms.register("hypcluster")
+@dataclass(frozen=True)
+class HypCluster(Algorithm):
+    clusters: int = option(3, "c: how many global models", ge=1)
+
+    def start(self, server: Server) -> Tree:
+        return {
+            architecture: {
+                str(cluster): server.initial(architecture, cluster)
+                for cluster in range(self.clusters)
+            }
+            for architecture in server.population
+        }
+
+    def broadcast(self, server: Server, state: Tree, client: ClientInfo) -> Message:
+        return Message(models=state[client.architecture])
+
+    def client_round(self, client: Client, message: Message) -> Message:
+        cluster, chosen = choose(client, message)
+        trained = client.sgd(chosen, supervised)
+        client.state = {"cluster": cluster}
+        return Message(model=trained, cluster=cluster, samples=client.samples)
+
+    def merge(self, server: Server, state: Tree, replies: Sequence[Reply]) -> Tree:
+        state = dict(state)
+        for architecture, messages in by_architecture(replies).items():
+            models = dict(state[architecture])
+            for cluster in models:
+                members = [m for m in messages if int(m["cluster"]) == int(cluster)]
+                if members:
+                    models[cluster] = weighted_average(
+                        [m["model"] for m in members], [float(m["samples"]) for m in members]
+                    )
+            state[architecture] = models
+        return state
+
+    def evaluation_message(self, server: Server, state: Tree, client: ClientInfo) -> Message:
+        return self.broadcast(server, state, client)
+
+    def models(self, client: Client, message: Message) -> dict[str, Judged]:
+        return {"personal": choose(client, message)[1]}
+
+    def label(self) -> str:
+        return f"hypcluster (c={self.clusters})"
+
+
+def choose(client: Client, message: Message) -> tuple[torch.Tensor, Weights]:
+    """The cluster whose model has the lowest training loss, and that model."""
+    models: list[Weights] = [message["models"][str(n)] for n in range(len(message["models"]))]
+    cluster = torch.stack([client.loss(model, "train") for model in models]).argmin()
+    chosen = (
+        {name: torch.stack([part[name] for part in parts])[cluster] for name in parts[0]}
+        for parts in zip(*models, strict=True)
+    )
+    return cluster, Weights(*chosen)

@@ -1,0 +1,1 @@
+"""The tables, figures and theorems of the paper, as things one can run."""

@@ -1,0 +1,243 @@
+"""Limit cases, exact: each method with its own idea switched off is the method it came from."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import perfed
+from perfed.core.channel import Channel
+from perfed.core.message import Message
+from perfed.runs.simulation import Simulation
+from tests.conftest import played, simulate
+
+MODELS = {"architectures": ["mlp", {"name": "cnn", "batchnorm": True}]}
+LOCAL = {"name": "local", "participation": "drawn"}
+
+
+def after(rounds: int, algorithm: Any, **changes: Any) -> Simulation:
+    return played(rounds, algorithm=algorithm, **({"models": MODELS} | changes))
+
+
+def models(simulation: Simulation, kind: str, round: int = 3) -> list[dict[str, torch.Tensor]]:
+    messages = simulation._evaluation_messages(round)
+    found = []
+    for client, message in messages.items():
+        model = simulation.engine.models(client, message, round)[kind]
+        found.append(model.params | model.buffers)
+    return found
+
+
+def assert_equal(left: list[dict], right: list[dict]) -> None:
+    for one, other in zip(left, right, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in other)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"name": "fedprox", "proximal": 0},
+        {"name": "hypcluster", "clusters": 1},
+        {"name": "per-fedavg", "inner_rate": 0},
+        {"name": "feddf", "steps": 0},
+        {"name": "ditto"},  # its global part
+    ],
+)
+def test_these_are_fedavg_to_the_bit(algorithm: dict) -> None:
+    reference = models(after(3, "fedavg"), "global")
+    kind = "personal" if algorithm["name"] == "hypcluster" else "global"
+    assert_equal(models(after(3, algorithm), kind), reference)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "changes"),
+    [
+        ({"name": "ditto", "weight": 0}, {}),
+        ({"name": "fedfomo"}, {"clients": 1, "clients_per_round": 1, "partition": "iid"}),
+    ],
+)
+def test_these_are_local_training_to_the_bit(algorithm: dict, changes: dict) -> None:
+    """FedFomo with one client: the only model ever sent is its own, which is no candidate."""
+    reference = models(after(3, LOCAL, **changes), "personal")
+    assert_equal(models(after(3, algorithm, **changes), "personal"), reference)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "base"),
+    [
+        ({"name": "fedprox"}, "fedavg"),
+        ({"name": "scaffold"}, "fedavg"),
+        ({"name": "feddf"}, "fedavg"),
+        ({"name": "per-fedavg"}, "fedavg"),
+        ({"name": "ditto"}, LOCAL),
+        ({"name": "fedfomo"}, LOCAL),
+        ({"name": "perfed-ckt", "clusters": 2}, LOCAL),
+    ],
+)
+def test_no_default_turns_a_method_into_another(algorithm: dict, base: Any) -> None:
+    """A shared μ=0 default has made FedProx FedAvg and Ditto local training elsewhere."""
+    first, second = (after(3, a, models={"architectures": ["mlp"]}) for a in (algorithm, base))
+    kind = "global" if base == "fedavg" else "personal"
+    largest = max(
+        float((one[name] - other[name]).abs().max())
+        for one, other in zip(models(first, kind), models(second, kind), strict=True)
+        for name in one
+    )
+    assert largest > 1e-4
+
+
+@pytest.mark.usefixtures("float64")
+def test_scaffolds_control_variates_stay_the_mean_of_the_clients() -> None:
+    """c = 1/N Σ c_i over all N clients of an architecture, after any rounds (paper, eq. 5)."""
+    simulation = after(5, "scaffold")
+    engine = simulation.engine
+    for architecture, count in simulation._population.items():
+        control = simulation.progress.state[architecture]["control"]
+        drawn = [
+            engine.records[k].state["control"]
+            for k in range(6)
+            if engine.architectures[k] == architecture and k in engine.records
+        ]
+        for name, tensor in control.items():
+            total = sum(own[name] for own in drawn)
+            assert torch.allclose(tensor, total / count, atol=1e-12)
+        assert set(control) == set(engine.initial_weights(architecture).params)  # no buffers
+
+
+@pytest.mark.usefixtures("float64")
+def test_scaffold_on_identical_clients_is_fedavg() -> None:
+    """Where all clients make the same steps, c_i = c, and the correction is zero in effect."""
+
+    def identical(algorithm: str) -> Simulation:
+        simulation = simulate(
+            algorithm=algorithm, clients_per_round=6, models={"architectures": ["mlp"]}
+        )
+        one = simulation.federation.splits[0]
+        for split in simulation.federation.splits[1:]:
+            object.__setattr__(split, "train", one.train)
+        # And the same mini-batches: every client is client 0 to the streams.
+        engine = simulation.engine
+        original = engine._client
+
+        def client(number: int, round: int) -> Any:
+            made = original(number, round)
+            made._id = 0
+            return made
+
+        engine._client = client  # type: ignore[method-assign]
+        simulation.begin(Channel())
+        for round in range(4):
+            simulation.play_round(round, Channel())
+        return simulation
+
+    scaffold, fedavg = identical("scaffold"), identical("fedavg")
+    for one, other in zip(models(scaffold, "global"), models(fedavg, "global"), strict=True):
+        assert all(torch.allclose(one[name], other[name], atol=1e-10) for name in one)
+    control = scaffold.progress.state["mlp"]["control"]
+    assert max(float(t.abs().max()) for t in control.values()) > 1e-3  # yet they are not zero
+
+
+def test_fedfomo_ignores_candidates_that_do_not_help() -> None:
+    simulation = simulate(algorithm="fedfomo", models={"architectures": ["mlp"]})
+    engine = simulation.engine
+    good = engine.initial_weights("mlp")
+    bad = good._replace(params={n: t + 3 * torch.randn_like(t) for n, t in good.params.items()})
+    client = engine._client(0, 0)
+    assert client.loss(bad, "validation") > client.loss(good, "validation")
+    assert simulation.algorithm.weigh(client, [bad, bad]).tolist() == [0, 0]  # type: ignore[attr-defined]
+    assert simulation.algorithm.weigh(client, [good]).tolist() == [0]  # type: ignore[attr-defined]
+    client.weights = bad
+    amounts = simulation.algorithm.weigh(client, [good, bad])  # type: ignore[attr-defined]
+    assert amounts.tolist() == [1, 0]
+
+
+def test_fedfomo_explores_less_and_less_and_then_follows_affinity() -> None:
+    simulation = simulate(algorithm={"name": "fedfomo", "candidates": 1})
+    bank = {"mlp(hidden=8)": {str(k): None for k in range(5)}}
+    state = {"bank": bank, "affinity": {"9": {"3": torch.tensor(0.7), "1": torch.tensor(0.2)}}}
+    info = perfed.core.algorithm.ClientInfo(9, "mlp(hidden=8)")
+
+    def shares(round: int) -> float:
+        chosen = []
+        for seed in range(400):
+            server = perfed.core.algorithm.Server(seed, round, {}, None, {}, None)  # type: ignore[arg-type]
+            chosen += simulation.algorithm.choose(server, state, info)  # type: ignore[attr-defined]
+        return float(np.mean([sender == "3" for sender in chosen]))
+
+    assert shares(0) == pytest.approx(0.7 + 0.3 / 5, abs=0.06)
+    assert shares(6) == 1.0  # ε = 0.3 − 6·0.05 = 0
+
+
+def test_feddf_students_approach_the_ensemble() -> None:
+    """Also across architectures: every student's public predictions move towards the teacher."""
+    simulation = after(2, {"name": "feddf", "steps": 0})
+    server = simulation._server(9)
+    algorithm = simulation.algorithm
+    teacher = torch.rand(30, 10).mul(4).softmax(1)
+    longer = perfed.algorithms.build({"name": "feddf", "steps": 200, "rate": 0.01})
+
+    def divergence(architecture: str, weights: Any) -> float:
+        logits = simulation.engine.logits(architecture, weights, simulation.engine.public_x)
+        return float(
+            torch.nn.functional.kl_div(logits.log_softmax(1), teacher, reduction="batchmean")
+        )
+
+    for architecture, student in simulation.progress.state.items():
+        taught = longer.distil(server, architecture, student, teacher)  # type: ignore[attr-defined]
+        assert divergence(architecture, taught) < 0.5 * divergence(architecture, student)
+    assert algorithm.needs_public_set
+
+
+def test_hypclusters_empty_cluster_stays_as_it_was() -> None:
+    simulation = simulate(algorithm={"name": "hypcluster", "clusters": 3})
+    state = simulation.progress.state = simulation.algorithm.start(simulation._server(-1))
+    architecture = simulation.engine.architectures[0]
+    other = state[architecture]["1"].clone()
+    simulation._merge(0, {0: Message(model=other, cluster=torch.tensor(2), samples=5)})
+    now = simulation.progress.state[architecture]
+    assert now["0"] is state[architecture]["0"]
+    assert now["1"] is state[architecture]["1"]
+    assert torch.equal(now["2"].params["1.weight"], other.params["1.weight"])
+
+
+def test_hypclusters_models_start_different_and_are_chosen_by_training_loss() -> None:
+    simulation = simulate(algorithm={"name": "hypcluster", "clusters": 3})
+    state = simulation.progress.state = simulation.algorithm.start(simulation._server(-1))
+    weights = [
+        state[simulation.engine.architectures[0]][str(c)].params["1.weight"] for c in range(3)
+    ]
+    assert not torch.equal(weights[0], weights[1])
+    # Labels of the test part are made useless; the choice must not change.
+    message = simulation._evaluation_messages(0)[0]
+    before = simulation.engine.models(0, message, 0)["personal"].params["1.weight"]
+    test = torch.as_tensor(simulation.federation.splits[0].test)
+    simulation.engine.y[test] = (simulation.engine.y[test] + 5) % 10
+    after_ = simulation.engine.models(0, message, 0)["personal"].params["1.weight"]
+    assert torch.equal(before, after_)
+
+
+@pytest.mark.parametrize("name", list(perfed.algorithms))
+def test_no_algorithm_looks_at_test_data(name: str, tmp_path: Path) -> None:
+    """Test labels changed, everything the algorithm does stays the same."""
+    spec = {"name": name, "clusters": 2} if name in ("perfed-ckt", "hypcluster") else name
+
+    def trained(spoil: bool) -> list[dict[str, torch.Tensor]]:
+        simulation = simulate(algorithm=spec, models=MODELS)
+        if spoil:
+            for split in simulation.federation.splits:
+                where = torch.as_tensor(split.test)
+                simulation.engine.y[where] = (simulation.engine.y[where] + 1) % 10
+        simulation.begin(Channel())
+        for round in range(3):
+            simulation.play_round(round, Channel())
+        messages = simulation._evaluation_messages(3)
+        judged = [
+            model
+            for k, m in messages.items()
+            for model in simulation.engine.models(k, m, 3).values()
+        ]
+        return [m.params if hasattr(m, "params") else {"logits": m.logits} for m in judged]
+
+    assert_equal(trained(True), trained(False))

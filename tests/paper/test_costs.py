@@ -1,0 +1,28 @@
+"""Table 1's cost column, from messages really built."""
+
+import pytest
+
+from perfed.paper.costs import costs, render, three_digits
+
+
+@pytest.fixture(scope="module")
+def table() -> list[dict]:
+    return costs()
+
+
+def test_every_row_equals_the_papers_to_three_digits(table: list[dict]) -> None:
+    assert len(table) == 16
+    for row in table:
+        if row["row"] != "Scaffold, as it crosses":
+            assert [three_digits(ours) for ours in row["ours"]] == row["paper"], row["row"]
+
+
+def test_scaffolds_control_variates_double_what_crosses(table: list[dict]) -> None:
+    rows = {row["row"]: row["ours"] for row in table}
+    without, crossing = rows["Scaffold, without control variates"], rows["Scaffold, as it crosses"]
+    assert crossing == pytest.approx([2 * cost for cost in without])
+
+
+def test_the_star_marks_what_differs(table: list[dict]) -> None:
+    starred = [line for line in render(table).splitlines() if line.endswith("*")]
+    assert [line.partition("  ")[0] for line in starred] == ["Scaffold, as it crosses"]
