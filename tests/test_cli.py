@@ -46,6 +46,8 @@ def perfed(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
         (["--set", "rounds=[1"], "--set rounds is not valid YAML"),
         (["--set", "models={architectures: [vgg11]}"], "'vgg11' needs images of at least 32×32"),
         (["--device", "abacus"], "device 'abacus' cannot be used"),
+        (["--device", "meta"], "device 'meta' cannot be used"),
+        (["--set", "algorithm=:x"], "cannot import ''"),
         (["--resume", "gone"], "takes no FILE"),
     ],
 )
@@ -111,9 +113,11 @@ def test_json_is_all_there_is_on_stdout(
     config: Path,
 ) -> None:
     assert perfed(monkeypatch, "run", config, "--out", tmp_path / "run", "--json") == 0
-    summary = json.loads(capsys.readouterr().out)
-    assert summary["directory"] == str(tmp_path / "run")
-    assert 0 <= summary["models"]["personal"]["last"]["test_accuracy"] <= 1
+    record = json.loads(capsys.readouterr().out)
+    assert record["directory"] == str(tmp_path / "run")
+    assert record["config"]["rounds"] == 3
+    assert "torch" in record["environment"]["packages"]
+    assert 0 <= record["summary"]["models"]["personal"]["last"]["test_accuracy"] <= 1
 
 
 def test_compare_takes_algorithms_and_seeds(
@@ -158,20 +162,49 @@ def test_list_names_everything_with_a_meaning(
     assert perfed(monkeypatch, "--version") == 0
 
 
-def test_ctrl_c_leaves_a_resumable_run_and_says_how(tmp_path: Path, config: Path) -> None:
+def test_ctrl_c_leaves_a_resumable_run_and_says_how(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: Path
+) -> None:
     run = tmp_path / "run"
     process = subprocess.Popen(
-        [sys.executable, "-m", "perfed", "run", str(config), f"--out={run}", "--set=rounds=99999"],
+        [sys.executable, "-m", "perfed", "run", str(config), f"--out={run}", "--set=rounds=150"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-    while not (run / "rounds.jsonl").exists() and process.poll() is None:
+    log = run / "rounds.jsonl"
+    while process.poll() is None and not (log.exists() and log.read_text().count("\n") > 3):
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 130
     assert error.strip() == f"interrupted; continue with: perfed run --resume {run}"
+    assert perfed(monkeypatch, "run", "--resume", run, "--json") == 0
+    assert log.read_text().count("\n") == 151  # and the initial set's line
+
+
+def test_a_run_killed_before_its_first_round_can_be_resumed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: Path
+) -> None:
+    assert perfed(monkeypatch, "run", config, "--out", tmp_path / "run", "--json") == 0
+    for path in (tmp_path / "run").iterdir():
+        if path.name not in ("config.yaml", "models"):
+            path.unlink()
+    assert perfed(monkeypatch, "run", "--resume", tmp_path / "run", "--json") == 0
+    assert (tmp_path / "run" / "summary.json").is_file()
+
+
+def test_when_everything_diverges_the_exit_code_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    config: Path,
+) -> None:
+    arguments = ["-a", "local", "--set", "training.learning_rate=1e30", "--json"]
+    assert perfed(monkeypatch, "compare", config, *arguments, "--out", tmp_path / "run") == 2
+    record = json.loads(capsys.readouterr().out)
+    assert record["runs"] == []
+    assert "not finite" in record["failures"][0]
 
 
 BLOCKER = """

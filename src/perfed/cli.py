@@ -18,7 +18,7 @@ from rich.table import Table
 import perfed
 from perfed.config import Comparison, Experiment, load_yaml, parse, preset_names, read_mapping
 from perfed.config import apply_override as override
-from perfed.core.errors import ConfigError, PerfedError
+from perfed.core.errors import ConfigError, Diverged, PerfedError
 from perfed.core.registry import Registry
 from perfed.paper import costs
 from perfed.report.tables import FOOTNOTE, HEADER, cells, quantity, rows, summary_table
@@ -44,7 +44,8 @@ SetOption = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Override one key, such as rounds=10."),
 ]
 OutOption = Annotated[
-    Path | None, typer.Option("--out", help="Where the run goes [runs/<name>-<time>].")
+    Path | None,
+    typer.Option("--out", help="Where the run goes; runs/<name>-<time> unless told otherwise."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the final summary as JSON only.")]
 DeviceOption = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, …")]
@@ -104,7 +105,7 @@ def compare(
         values["algorithms"] = [_parse_algorithm(text) for text in algorithm]
     elif "algorithm" in values:
         values["algorithms"] = [values.pop("algorithm")]
-    if seeds:
+    if seeds is not None:
         values.pop("seed", None)
         values["seeds"] = _parse_seeds(seeds)
     values.setdefault("algorithms", ["perfed-ckt"])
@@ -152,16 +153,18 @@ def _print_registry(console: Console, title: str, registry: Registry[Any]) -> No
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     for column in ("name", "option", "default", "meaning"):
         table.add_column(column, style="bold" if column == "name" else None)
-    for name in registry:
+    for name in sorted(registry):
         cls = registry[name]
-        about = " ".join((cls.__doc__ or "").split("\n\n")[0].split())
+        about = " ".join((cls.__doc__ or "").split("\n\n")[0].replace("``", "'").split())
         if about.startswith(f"{cls.__name__}("):  # what dataclasses write by themselves
             about = sys.modules[cls.__module__].__doc__ or ""
             about = about.splitlines()[0]
         table.add_row(name, "", "", about)
         for field in dataclasses.fields(cls):
             default = ", ".join(map(str, d)) if isinstance(d := field.default, tuple) else str(d)
-            table.add_row("", field.name, default, field.metadata["help"])
+            symbol = field.metadata.get("symbol", "")
+            meaning = f"{symbol}: {field.metadata['help']}" if symbol else field.metadata["help"]
+            table.add_row("", field.name, default, meaning)
     console.print(table)
     console.print()
 
@@ -208,7 +211,7 @@ def _execute(
             else:
                 result = perfed.resume(path, **common)
     except KeyboardInterrupt:
-        if path.exists():
+        if (path / "config.yaml").is_file() or (path / COMPARISON_FILE).is_file():
             print(f"\ninterrupted; continue with: perfed run --resume {path}", file=sys.stderr)
         raise typer.Exit(130) from None
     _print_end(console, result, as_json)
@@ -217,23 +220,26 @@ def _execute(
 def _print_end(console: Console, result: Result | ComparisonResult, as_json: bool) -> None:
     results = result.results if isinstance(result, ComparisonResult) else [result]
     if as_json:
-        summaries = [{"directory": str(one.path), **one.summary} for one in results]
-        whole: Any = {"directory": str(result.path), "runs": summaries}
-        print(json.dumps(whole if isinstance(result, ComparisonResult) else summaries[0]))
+        print(json.dumps(result.record(), indent=1, allow_nan=False))
+    if not results:
+        raise Diverged("; ".join(result.failures) if isinstance(result, ComparisonResult) else "")
+    if as_json:
         return
-    print_table(console, results)
+    print_table(console, [one.summary for one in results])
+    for failure in result.failures if isinstance(result, ComparisonResult) else ():
+        console.print(failure, soft_wrap=True, highlight=False)
     console.print(f"figure: {result.plot()}", soft_wrap=True, highlight=False)
     console.print(f"run directory: {result.path}", soft_wrap=True, highlight=False)
 
 
-def print_table(console: Console, results: Sequence[Result]) -> None:
+def print_table(console: Console, summaries: Sequence[dict[str, Any]]) -> None:
     if not console.is_terminal:  # as wide as it needs to be, for a file or a pipe
-        print(f"\n{summary_table(results)}\n", flush=True)
+        print(f"\n{summary_table(summaries)}\n", flush=True)
         return
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1))
     for number, title in enumerate(HEADER):
         table.add_column(title, justify="left" if number < 2 else "right", no_wrap=number != 0)
-    for row in rows(results):
+    for row in rows(summaries):
         table.add_row(*cells(row))
     console.print()
     console.print(table)
@@ -337,4 +343,7 @@ def main() -> None:
         app()
     except PerfedError as error:
         print(f"perfed: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:  # a full disk, a directory one may not write to
+        print(f"perfed: {error}", file=sys.stderr)
         sys.exit(2)

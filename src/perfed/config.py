@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
@@ -27,10 +29,10 @@ class Training(Options):
     steps: int = option(10, "τ: SGD steps a round", ge=1)
     batch_size: int = option(32, "b: private samples a step, drawn with replacement", ge=1)
     public_batch_size: int = option(64, "b': public samples a step, drawn with replacement", ge=1)
-    public_batchnorm: Literal["private", "shared", "separate"] = option(
-        "private",
-        "running statistics of BatchNorm: moved by private batches only; by both; "
-        "or public batches keep their own, used for soft decisions",
+    public_batchnorm: Literal["separate", "private", "shared"] = option(
+        "separate",
+        "running statistics of BatchNorm: public batches keep their own, used for soft decisions; "
+        "only private batches move them; or both do",
     )
 
     def learning_rate_at(self, round: int) -> float:
@@ -59,6 +61,10 @@ class Experiment(Options):
     algorithm: Algorithm = option("perfed-ckt", "the algorithm")
 
     def validate(self) -> None:
+        if not re.fullmatch(r"[\w.+=-]{1,100}", self.name) or self.name.startswith("."):
+            raise ConfigError(
+                f"{self.name!r} cannot name a folder: use letters, digits, - and _", "name"
+            )
         if self.clients_per_round > self.clients:
             raise ConfigError(
                 f"{self.clients_per_round} of {self.clients} clients a round: "
@@ -91,6 +97,8 @@ class Comparison(Options):
         twice = {label for label in labels if labels.count(label) > 1}
         if twice:
             raise ConfigError(f"'{twice.pop()}' is there twice", "algorithms")
+        if len(set(self.seeds)) < len(self.seeds):
+            raise ConfigError(f"a seed is there twice in {list(self.seeds)}", "seeds")
         self.experiments()  # each must be valid
 
     def experiments(self) -> list[Experiment]:
@@ -134,7 +142,7 @@ def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Exper
 
 def read_mapping(path: str | Path | None) -> dict[str, Any]:
     """The keys and values of a YAML file or a preset, not yet checked."""
-    name = str(path or DEFAULT_PRESET)
+    name = DEFAULT_PRESET if path is None else str(path)
     if name in preset_names():
         text = (resources.files("perfed") / "presets" / f"{name}.yaml").read_text("utf-8")
     else:
@@ -162,6 +170,9 @@ def apply_override(values: dict[str, Any], text: str) -> None:
     if not equals or not key:
         raise ConfigError(f"'{text}' is not of the form key=value", "--set")
     *path, last = key.split(".")
+    for one, many in (("algorithm", "algorithms"), ("seed", "seeds")):
+        if key.split(".")[0] == one:  # one in the place of several
+            values.pop(many, None)
     node = values
     for level in path:
         inner = node.get(level, {})
@@ -184,10 +195,23 @@ def load_yaml(text: str, where: str) -> Any:
         except json.JSONDecodeError:
             raise ConfigError(f"{where} is not JSON, and reading YAML needs PyYAML") from None
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader=_yaml_loader())
     except yaml.YAMLError as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"{where} is not valid YAML: {reason}") from None
+
+
+@functools.cache
+def _yaml_loader() -> Any:
+    """YAML 1.2's idea of a number: PyYAML takes 1e-3 for a string."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    pattern = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)$")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", pattern, list("-+.0123456789"))
+    return Loader
 
 
 def dump_yaml(values: Mapping[str, Any]) -> str:

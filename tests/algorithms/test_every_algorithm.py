@@ -1,10 +1,25 @@
-"""What must hold for all of them, whatever they do."""
+"""What must hold for all of them, whatever they do.
+
+Faults seen in public libraries, and the test that would catch each here:
+
+* control variates never written back: test_numpy_reference.test_scaffold,
+  test_limits.test_scaffolds_control_variates_stay_the_mean_of_the_clients
+* a correction on tensors that have no gradient: the same (its last line)
+* a shared μ=0 default: test_limits.test_no_default_turns_a_method_into_another
+* BatchNorm buffers not averaged: test_batchnorm_buffers_are_averaged
+* drop_last drops all data of small clients: test_sequential.test_a_client_smaller_than_a_batch…,
+  test_clients_smaller_than_a_batch_and_of_one_label_are_no_trouble
+* the best test round as the result: test_result.test_the_chosen_round_is_chosen_on_validation
+* clusters chosen with test labels: test_limits.test_no_algorithm_looks_at_test_data
+* only the last client's seed fixed: test_sequential.test_order_and_dropped_clients_do_not_matter
+"""
 
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import perfed
 from perfed.core.channel import Channel
@@ -13,6 +28,16 @@ from perfed.core.tensorfile import decode, encode
 from tests.conftest import played, simulate, tiny
 
 ALL = list(perfed.algorithms)
+
+
+class WithDropout(torch.nn.Sequential):
+    """Draws random numbers in training mode: they too must be addressed."""
+
+    def __init__(self, shape: tuple[int, ...], classes: int) -> None:
+        layers = torch.nn.Flatten(), torch.nn.Linear(64, 16), torch.nn.Dropout(0.5)
+        super().__init__(*layers, torch.nn.Linear(16, classes))
+
+
 MODELS = {"architectures": ["mlp", {"name": "cnn", "batchnorm": True}]}
 
 
@@ -23,7 +48,8 @@ def spec(name: str) -> Any:
 @pytest.mark.parametrize("name", ALL)
 def test_resumed_after_every_round_it_ends_with_the_same_bits(name: str, tmp_path: Path) -> None:
     """All state is in the checkpoint: control variates, the bank, affinities, clusters."""
-    experiment = tiny(algorithm=spec(name), models=MODELS, rounds=4)
+    models = {"architectures": [f"{__name__}:WithDropout", {"name": "cnn", "batchnorm": True}]}
+    experiment = tiny(algorithm=spec(name), models=models, rounds=4)
     whole = perfed.run(experiment, tmp_path / "whole")
 
     class Stop(perfed.Callback):
@@ -42,25 +68,49 @@ def test_resumed_after_every_round_it_ends_with_the_same_bits(name: str, tmp_pat
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_round_in_which_nobody_answers_changes_nothing(name: str) -> None:
-    simulation = simulate(algorithm=spec(name))
-    before = simulation.progress.state = simulation.algorithm.start(simulation._server(-1))
-    simulation._merge(0, {})
+    """Clients train, but their replies are lost on the way."""
+    simulation = played(1, algorithm=spec(name), models=MODELS)
+    before = simulation.progress.state
+
+    class Lossy(Channel):
+        def up(self, messages: Any) -> Any:
+            return {}
+
+    simulation.play_round(1, Lossy())
     assert simulation.progress.state is before
+    simulation.play_round(2, Channel())  # and it goes on
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_a_client_first_drawn_in_round_300_takes_part(name: str) -> None:
-    simulation = simulate(algorithm=spec(name), models=MODELS)
-    algorithm, channel = simulation.algorithm, Channel()
-    simulation.begin(channel)
-    simulation._select = lambda round: [0, 1]  # type: ignore[method-assign]
-    for round in range(2):
-        simulation.play_round(round, channel)
-    simulation._select = lambda round: [0, 5]  # type: ignore[method-assign]
-    simulation.play_round(300, channel)
-    assert simulation.progress.trained[5] == (3 if algorithm.trains_everyone() else 1)
-    model = simulation.engine.models(5, simulation._evaluation_messages(300)[5], 300)
-    assert model
+def test_a_client_first_drawn_in_round_300_starts_as_the_method_says() -> None:
+    """From its initial model, without control variates, and with no exploration left."""
+
+    def late(name: str) -> Any:
+        simulation = played(0, algorithm=name, models={"architectures": ["mlp"]})
+        simulation._select = lambda round: [0, 1]  # type: ignore[method-assign]
+        for round in range(2):
+            simulation.play_round(round, Channel())
+        simulation._select = lambda round: [0, 5]  # type: ignore[method-assign]
+        simulation.play_round(300, Channel())
+        assert simulation.progress.trained == [3, 2, 0, 0, 0, 1]
+        return simulation
+
+    # SCAFFOLD: c_i was zero, so its new one is (x − y)/(τη) − c, and c still is the mean.
+    scaffold = late("scaffold")
+    controls = [record.state["control"]["1.weight"] for record in scaffold.engine.records.values()]
+    mean = sum(controls) / 6
+    assert torch.allclose(scaffold.progress.state["mlp"]["control"]["1.weight"], mean, atol=1e-6)
+    # Ditto: its personal model made its first steps from the initial one, not from the global.
+    ditto = late("ditto")
+    moved = ditto.engine.records[5].weights.params["1.weight"]
+    first = ditto.engine.initial_weights("mlp").params["1.weight"]
+    steps, rate = ditto.experiment.training.steps, ditto.experiment.training.learning_rate
+    assert float((moved - first).abs().max()) < 10 * steps * rate
+    alone = simulate(algorithm={"name": "ditto", "weight": 0}, models={"architectures": ["mlp"]})
+    client = alone.engine._client(5, 300)
+    alone.algorithm.client_round(client, Message(model=client.weights))
+    with_pull = moved - client.weights.params["1.weight"]
+    assert 0 < float(with_pull.abs().max()) < 0.1  # near what it would have learned by itself
+    assert late("fedfomo").engine.records[5].state["before"] is not None
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -120,6 +170,25 @@ def test_personal_and_global_models_are_both_reported(tmp_path: Path) -> None:
         kinds = {"LM", "GM"} & {word for line in lines for word in line}
         assert kinds == {"LM", "GM"}
         assert result.model(0, "global") is not None
+
+
+@pytest.mark.parametrize("name", ["fedavg", "scaffold", "feddf", "fedfomo", "hypcluster"])
+def test_what_crosses_does_not_depend_on_how_public_batches_would_be_treated(name: str) -> None:
+    totals = []
+    for mode in ("separate", "private"):
+        channel = Channel()
+        training = {"steps": 1, "public_batchnorm": mode}
+        played(2, channel, algorithm=spec(name), models=MODELS, training=training)
+        totals.append(vars(channel.total))
+    assert totals[0] == totals[1]
+
+
+def test_running_statistics_are_no_parameters() -> None:
+    channel = Channel()
+    played(1, channel, algorithm="fedavg", models={"architectures": [MODELS["architectures"][1]]})
+    module = perfed.architectures.build(MODELS["architectures"][1]).build((1, 8, 8), 10)
+    assert channel.total.down_parameters == sum(p.numel() for p in module.parameters())
+    assert channel.total.up_parameters == 3 * channel.total.down_parameters
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fedprox", "scaffold", "feddf", "per-fedavg", "ditto"])

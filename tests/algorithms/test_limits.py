@@ -55,11 +55,11 @@ def test_these_are_fedavg_to_the_bit(algorithm: dict) -> None:
     ("algorithm", "changes"),
     [
         ({"name": "ditto", "weight": 0}, {}),
+        # Nobody else has sent anything, so its own model is the only candidate.
         ({"name": "fedfomo"}, {"clients": 1, "clients_per_round": 1, "partition": "iid"}),
     ],
 )
 def test_these_are_local_training_to_the_bit(algorithm: dict, changes: dict) -> None:
-    """FedFomo with one client: the only model ever sent is its own, which is no candidate."""
     reference = models(after(3, LOCAL, **changes), "personal")
     assert_equal(models(after(3, algorithm, **changes), "personal"), reference)
 
@@ -139,35 +139,67 @@ def test_scaffold_on_identical_clients_is_fedavg() -> None:
     assert max(float(t.abs().max()) for t in control.values()) > 1e-3  # yet they are not zero
 
 
+def test_fedfomo_sent_only_its_own_model_is_local_training() -> None:
+    """Shares of one and the same model: it, up to the rounding of their sum."""
+    simulation = simulate(algorithm="fedfomo", models=MODELS)
+    engine, algorithm = simulation.engine, simulation.algorithm
+    local = simulate(algorithm=LOCAL, models=MODELS)
+    reference = local.engine
+    for round in range(4):
+        own = engine._client(2, round).weights
+        message = Message(candidates={"0": own, "1": own})
+        engine.commit(engine.run(algorithm.client_round, {2: message}, round)[1])
+        task = local.algorithm.client_round
+        reference.commit(reference.run(task, {2: Message()}, round)[1])
+    for mine, theirs in zip(engine.records[2].weights, reference.records[2].weights, strict=True):
+        assert all(torch.allclose(mine[name], theirs[name], atol=1e-6) for name in theirs)
+
+
 def test_fedfomo_ignores_candidates_that_do_not_help() -> None:
     simulation = simulate(algorithm="fedfomo", models={"architectures": ["mlp"]})
-    engine = simulation.engine
+    engine, weigh = simulation.engine, simulation.algorithm.weigh  # type: ignore[attr-defined]
     good = engine.initial_weights("mlp")
     bad = good._replace(params={n: t + 3 * torch.randn_like(t) for n, t in good.params.items()})
     client = engine._client(0, 0)
     assert client.loss(bad, "validation") > client.loss(good, "validation")
-    assert simulation.algorithm.weigh(client, [bad, bad]).tolist() == [0, 0]  # type: ignore[attr-defined]
-    assert simulation.algorithm.weigh(client, [good]).tolist() == [0]  # type: ignore[attr-defined]
-    client.weights = bad
-    amounts = simulation.algorithm.weigh(client, [good, bad])  # type: ignore[attr-defined]
-    assert amounts.tolist() == [1, 0]
+    assert weigh(client, good, [good, bad, bad]).tolist() == [1, 0, 0]  # keeps its own
+    assert weigh(client, bad, [bad, good]).tolist() == [0, 1]
+    assert weigh(client, bad, [good, bad]).tolist() == [1, 0]
 
 
 def test_fedfomo_explores_less_and_less_and_then_follows_affinity() -> None:
-    simulation = simulate(algorithm={"name": "fedfomo", "candidates": 1})
+    """Each place is given at random with chance ε, else to the best liked that is left."""
+    simulation = simulate(algorithm={"name": "fedfomo", "candidates": 2})
     bank = {"mlp(hidden=8)": {str(k): None for k in range(5)}}
     state = {"bank": bank, "affinity": {"9": {"3": torch.tensor(0.7), "1": torch.tensor(0.2)}}}
     info = perfed.core.algorithm.ClientInfo(9, "mlp(hidden=8)")
 
-    def shares(round: int) -> float:
+    def shares(round: int) -> tuple[float, float]:
         chosen = []
-        for seed in range(400):
+        for seed in range(800):
             server = perfed.core.algorithm.Server(seed, round, {}, None, {}, None)  # type: ignore[arg-type]
-            chosen += simulation.algorithm.choose(server, state, info)  # type: ignore[attr-defined]
-        return float(np.mean([sender == "3" for sender in chosen]))
+            chosen.append(simulation.algorithm.choose(server, state, info))  # type: ignore[attr-defined]
+        firsts = np.mean([senders[0] == "3" for senders in chosen])
+        both = np.mean([set(senders) == {"1", "3"} for senders in chosen])
+        return float(firsts), float(both)
 
-    assert shares(0) == pytest.approx(0.7 + 0.3 / 5, abs=0.06)
-    assert shares(6) == 1.0  # ε = 0.3 − 6·0.05 = 0
+    first, both = shares(0)
+    assert first == pytest.approx(0.7 + 0.3 / 5, abs=0.05)
+    # 3 then 1, or 1 then 3: the first at random, the second greedy or at random among four.
+    assert both == pytest.approx(0.76 * (0.7 + 0.3 / 4) + 0.06 * (0.7 + 0.3 / 4), abs=0.06)
+    assert shares(6) == (1.0, 1.0)  # ε = 0.3 − 6·0.05 = 0
+
+
+def test_fedfomo_keeps_an_architectures_models_until_it_answers_again() -> None:
+    simulation = simulate(algorithm="fedfomo", models=MODELS)
+    engine = simulation.engine
+    mlp, cnn = (engine.architectures.index(a) for a in ("mlp", "cnn(batchnorm=True)"))
+    for round, client in enumerate((mlp, cnn)):
+        model = engine._client(client, 0).weights
+        simulation._merge(round, {client: Message(model=model, amounts=torch.zeros(0))})
+    bank = simulation.progress.state["bank"]
+    assert set(bank["mlp"]) == {str(mlp)}
+    assert set(bank["cnn(batchnorm=True)"]) == {str(cnn)}
 
 
 def test_feddf_students_approach_the_ensemble() -> None:

@@ -124,9 +124,11 @@ class World:
         where = getattr(self.splits[client], part)
         return self.x[where], self.y[where]
 
-    def batches(self, client: int, round: int, which: str = "", steps: int = STEPS) -> list[Batch]:
-        """The mini-batches of a client's first training in a round."""
-        key = stream_key(SEED, f"private-batches{which}/0", client, round)
+    def batches(
+        self, client: int, round: int, which: str = "", steps: int = STEPS, stream: int = 0
+    ) -> list[Batch]:
+        """The mini-batches of a client's first training in a round, or of another."""
+        key = stream_key(SEED, f"private-batches{which}/{stream}", client, round)
         x, y = self.data(client, "train")
         drawn = uniform_indices(key, (steps, BATCH), len(y), torch.device("cpu")).numpy()
         return [(x[index], y[index]) for index in drawn]
@@ -230,7 +232,8 @@ def test_per_fedavg(variant: str) -> None:
         for k in range(CLIENTS):
             judged = world.judged(k, t)
             assert_equal(judged["global"], x)
-            assert_equal(judged["personal"], descend(x, world.batches(k, t, steps=adaptation), α))
+            fresh = world.batches(k, t, steps=adaptation, stream=1)
+            assert_equal(judged["personal"], descend(x, fresh, α))
 
 
 def test_hypcluster() -> None:
@@ -265,37 +268,47 @@ def test_hypcluster() -> None:
 
 
 def test_fedfomo() -> None:
+    """θ ← θ_before + Σ w_n (θ_n − θ_before), the own trained model among the candidates."""
     world = World("fedfomo", candidates=DRAWN)
     own = dict.fromkeys(range(CLIENTS), world.initial())
+    before = dict(own)
     sent: dict[int, Array] = {}
     affinity: dict[tuple[int, int], float] = {}
     helpers = set()
-    for t, drawn in world.rounds(3):
+    for t, drawn in world.rounds(6):
         trained = {}
         for k in drawn:
-            validation, start = world.data(k, "validation"), own[k]
-            others = [n for n in sent if n != k]
-            gains = np.array([loss(start, validation) - loss(sent[n], validation) for n in others])
-            distances = np.array([np.sqrt(((sent[n] - start) ** 2).sum()) for n in others])
-            weights = np.maximum(0, gains / distances)
-            helpers.add((len(others), int((weights > 0).sum())))
-            if weights.any():
-                weights /= weights.sum()
-            for n, weight in zip(others, weights, strict=True):
-                start = start + weight * (sent[n] - own[k])
-                affinity[k, n] = affinity.get((k, n), 0.0) + weight
+            validation, base = world.data(k, "validation"), before[k]
+            others = {n: θ for n, θ in sent.items() if n != k}
+            start = own[k]
+            if others:
+                candidates = {k: own[k], **others}
+                weights = {}
+                for n, θ in candidates.items():
+                    gain, distance = loss(base, validation) - loss(θ, validation), norm(θ - base)
+                    weights[n] = max(0.0, gain / distance) if distance else 0.0
+                total = sum(weights.values())
+                helpers.add((len(others), sum(weights[n] > 0 for n in others), total > 0))
+                if total > 0:
+                    weights = {n: weight / total for n, weight in weights.items()}
+                    start = base + sum(w * (candidates[n] - base) for n, w in weights.items())
+                for n in others:
+                    affinity[k, n] = affinity.get((k, n), 0.0) + weights[n]
+            before[k] = start
             trained[k] = descend(start, world.batches(k, t), rate_in(t))
         own, sent = own | trained, trained
         for k in range(CLIENTS):
             assert_equal(world.judged(k, t)["personal"], own[k])
         for (k, n), weight in affinity.items():
-            assert float(world.state["affinity"][str(k)][str(n)]) == pytest.approx(
-                weight, abs=1e-10
-            )
-    # No candidates; none helped; some of them, but not all, were mixed.
-    assert (0, 0) in helpers
-    assert any(number and not helping for number, helping in helpers)
-    assert any(1 < helping < number for number, helping in helpers)
+            found = float(world.state["affinity"][str(k)][str(n)])
+            assert found == pytest.approx(weight, abs=1e-10)
+    # Some of the others, but not all, were mixed; somewhere none of them helped.
+    assert any(0 < helping < number for number, helping, _ in helpers)
+    assert any(helping == 0 for _, helping, _ in helpers)
+
+
+def norm(θ: Array) -> float:
+    return float(np.sqrt((θ**2).sum()))
 
 
 class Recorder(Channel):

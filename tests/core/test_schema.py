@@ -3,6 +3,7 @@ from typing import Literal
 
 import pytest
 
+import perfed
 from perfed import Experiment, load
 from perfed.config import Comparison, apply_override, dump_yaml, load_yaml, parse, preset_names
 from perfed.core.errors import ConfigError
@@ -54,10 +55,12 @@ def test_an_error_names_the_dotted_key_and_what_is_right() -> None:
             "algorithm.clusters: 11 clusters of 10 clients",
         ),
         ({"algorithm": "perfed_ckt"}, "did you mean 'perfed-ckt'?"),
-        ({"algorithm": {"clusters": 3}}, "algorithm: expected the name of a algorithm"),
+        ({"algorithm": {"clusters": 3}}, "algorithm: expected a name (ditto, "),
         ({"algorithm": "no_such_module:Thing"}, "cannot import 'no_such_module'"),
         ({"partition": {"name": "groups", "grups": 2}}, "partition.grups: unknown key"),
         ({"split": {"train": [0.5], "test": 0.6}}, "split: 0.5 + 0.1 + 0.6 is more than"),
+        ({"name": "../elsewhere"}, "name: '../elsewhere' cannot name a folder"),
+        ({"training": {"learning_rate": 10**400}}, "learning_rate: the number is too large"),
         ({"training": 3}, "training: expected keys and values, got int 3"),
         ({"models": {"architectures": []}}, "models.architectures: at least one"),
     ],
@@ -91,6 +94,42 @@ def test_overrides_reach_inside_and_short_forms() -> None:
         apply_override(values, "rounds.more=1")
 
 
+def test_numbers_may_be_written_as_people_write_them() -> None:
+    for text, value in (("1e-3", 0.001), ("1E5", 1e5), (".5e1", 5.0), ("-2.e-1", -0.2), ("3", 3)):
+        assert load_yaml(text, "test") == value
+    assert load_yaml("1e-3x", "test") == "1e-3x"
+
+
+def test_short_forms_and_positions_in_lists() -> None:
+    assert from_mapping(Experiment, {"models": "cnn"}).models.architectures[0].label() == "cnn"
+    two = from_mapping(Experiment, {"models": ["mlp", "cnn"]}).models.architectures
+    assert [a.label() for a in two] == ["mlp", "cnn"]
+    with pytest.raises(ConfigError, match=r"^algorithms\[1\]\.name: unknown algorithm 'locl'"):
+        parse({"algorithms": ["fedavg", "locl"]})
+    values = {"algorithms": ["local", "fedavg"], "seeds": [0, 1]}
+    apply_override(values, "algorithm=local")
+    apply_override(values, "seed=3")
+    assert values == {"algorithm": "local", "seed": 3}
+
+
+def test_labels_tell_variants_apart() -> None:
+    built = [
+        perfed.algorithms.build(s).label()
+        for s in (
+            "per-fedavg",
+            {"name": "per-fedavg", "variant": "hessian-free"},
+            {"name": "feddf", "steps": 5},
+            "perfed-ckt",
+        )
+    ]
+    assert built == [
+        "per-fedavg (α=0.01)",
+        "per-fedavg (α=0.01, variant=hessian-free)",
+        "feddf(steps=5)",
+        "perfed-ckt (c=3, λ=2)",
+    ]
+
+
 def test_a_comparison_is_every_algorithm_with_every_seed() -> None:
     comparison = parse({"algorithms": ["local", "fedavg"], "seeds": [3, 5]})
     assert isinstance(comparison, Comparison)
@@ -98,5 +137,7 @@ def test_a_comparison_is_every_algorithm_with_every_seed() -> None:
     assert pairs == [("local", 3), ("local", 5), ("fedavg", 3), ("fedavg", 5)]
     with pytest.raises(ConfigError, match="there twice"):
         parse({"algorithms": ["local", "local"]})
+    with pytest.raises(ConfigError, match="a seed is there twice"):
+        parse({"algorithms": ["local"], "seeds": [0, 1, 0]})
     with pytest.raises(ConfigError, match="both 'seed' and 'seeds'"):
         parse({"seed": 1, "seeds": [1]})

@@ -189,11 +189,30 @@ def test_bad_npz_files(tmp_path: Path) -> None:
         Npz(path=str(tmp_path / "absent.npz")).load(0)
     broken = tmp_path / "broken.npz"
     broken.write_bytes(b"not a zip")
-    with pytest.raises(ConfigError, match="cannot read"):
+    with pytest.raises(ConfigError, match="cannot be read"):
         Npz(path=str(broken)).load(0)
-    np.savez(broken, x=np.zeros((4, 2)))
-    with pytest.raises(ConfigError, match="no array 'y'"):
+    x, y = np.zeros((4, 2)), np.arange(4)
+    np.savez(broken, x=x, y=y)
+    broken.write_bytes(broken.read_bytes()[:-30])
+    with pytest.raises(ConfigError, match="cannot be read"):
         Npz(path=str(broken)).load(0)
-    np.savez(broken, x=np.zeros((4, 2)), y=np.zeros(3))
-    with pytest.raises(ConfigError, match="4 samples but 3 labels"):
+    with open(broken, "wb") as file:
+        np.save(file, x)
+    with pytest.raises(ConfigError, match="one array alone"):
         Npz(path=str(broken)).load(0)
+    for arrays, message in (
+        ({"x": x}, "no array 'y'"),
+        ({"x": x, "y": np.zeros(3)}, "4 samples but labels of shape"),
+        ({"x": x, "y": np.eye(4)}, "4 samples but labels of shape"),
+        ({"x": x, "y": y + 0.7}, "labels must be 0, 1, 2"),
+        ({"x": x, "y": y - 1}, "labels must be 0, 1, 2"),
+        ({"x": x, "y": np.array(list("abcd"))}, "labels must be 0, 1, 2"),
+        ({"x": np.array(3.0), "y": y}, "'x' must be numbers, samples × features"),
+        ({"x": x[:0], "y": y[:0]}, "'x' must be numbers, samples × features"),
+        ({"x": x + np.nan, "y": y}, "'x' has values that are not finite"),
+        ({"x": x, "y": y, "public": np.zeros((9, 3))}, "public samples are"),
+        ({"x": x, "y": y, "client": y[:2]}, "4 samples but 2 client ids"),
+    ):
+        np.savez(broken, **arrays)
+        with pytest.raises(ConfigError, match=message):
+            Npz(path=str(broken)).load(0)

@@ -95,6 +95,22 @@ def test_a_client_smaller_than_a_batch_trains_on_all_it_has() -> None:
     assert len(distinct) == 3
 
 
+class HalfFrozen(nn.Sequential):
+    def __init__(self, shape: tuple[int, ...], classes: int) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(64, 16), nn.Linear(16, classes))
+        self[1].weight.requires_grad_(False)
+
+
+def test_frozen_parameters_stay_frozen() -> None:
+    simulation = simulate(models=f"{__name__}:HalfFrozen", algorithm="local")
+    client = simulation.engine._client(0, 0)
+    before = client.weights.params
+    simulation.algorithm.client_round(client, Message())
+    after = client.weights.params
+    assert torch.equal(before["1.weight"], after["1.weight"])
+    assert not torch.equal(before["1.bias"], after["1.bias"])
+
+
 def test_own_initial_weights_differ_and_common_ones_do_not() -> None:
     for initial, equal in (("common", True), ("own", False)):
         engine = simulate(models={"architectures": ["mlp"], "initial": initial}).engine

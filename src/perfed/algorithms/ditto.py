@@ -22,7 +22,7 @@ from perfed.core.tree import squared_distance
 @algorithms.register("ditto")
 @dataclass(frozen=True)
 class Ditto(FedAvg):
-    weight: float = option(1.0, "λ: weight of nearness to the global model", ge=0)
+    weight: float = option(1.0, "weight of nearness to the global model", symbol="λ", ge=0)
 
     def client_round(self, client: Client, message: Message) -> Message:
         start = message["model"]
@@ -40,6 +40,3 @@ class Ditto(FedAvg):
 
     def models(self, client: Client, message: Message) -> dict[str, Judged]:
         return {"personal": client.weights, "global": message["model"]}
-
-    def label(self) -> str:
-        return f"ditto (λ={self.weight:g})"

@@ -4,7 +4,8 @@ The variant: one student per architecture, starting from that architecture's ave
 the softmax of the mean logits of *all* models that came in, of whatever architecture, in evaluation
 mode, on the unlabeled public set; KL divergence, Adam with cosine decay, as in the authors' code.
 They stop early on labelled validation data at the server. Here the server has none, so the number
-of steps is fixed, and smaller than their upper limit of 10,000.
+of steps is fixed, and smaller than their upper limit of 10,000. The student distils in training
+mode, so public images move its BatchNorm statistics, as in their code.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class FedDF(FedAvg):
     ) -> Weights:
         module = server.modules[architecture].train()
         student = student.clone()
-        params = [param.requires_grad_() for param in student.params.values()]
+        trainable = {name for name, param in module.named_parameters() if param.requires_grad}
+        params = [p.requires_grad_() for name, p in student.params.items() if name in trainable]
         optimizer = torch.optim.Adam(params, lr=self.rate)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.steps)
         key = stream_key(server.seed, f"server/distillation/{architecture}", round=server.round)

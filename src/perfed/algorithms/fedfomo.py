@@ -1,14 +1,18 @@
-"""FedFomo (Zhang et al. 2021): each client mixes in the models that help on its validation data.
+"""FedFomo (Zhang et al. 2021): each client mixes the models that help on its validation data.
 
-A client drawn gets up to M models that other clients of its architecture sent in the last round
-that had any. It weighs each by (own validation loss − its validation loss) / distance between the
-two, cuts negatives to zero, normalises, and moves its model by the weighted differences; where none
-helps it keeps its own. Then it trains, and sends its model and the weights it gave.
+A client drawn gets up to M models that other clients of its architecture sent when they were last
+drawn together. With θ_k its own model as it was *before* its last training, it weighs every one of
+them, and its own trained model, by
 
-The server chooses candidates ε-greedily: with chance ε at random, else those with the highest
-affinity, the sum of the weights this client ever gave them. M=5, ε=0.3 falling by 0.05 a round, as
-in the authors' code. BatchNorm's buffers are mixed like parameters. Uses the validation part, never
-test: the validation accuracy of this method is therefore not held-out evidence.
+    (L_k(θ_k) − L_k(θ_n)) / ‖θ_n − θ_k‖,   L_k the loss on its validation data,
+
+cuts negatives to zero, normalises, and takes the weighted mean; where none helps it keeps its
+trained model. Then it trains, and sends its model and the weights it gave.
+
+The server chooses candidates ε-greedily, one after another: with chance ε at random, else the one
+with the highest affinity, the sum of the weights this client ever gave it. M=5, ε=0.3 falling by
+0.05 a round, as in the authors' code. BatchNorm's buffers are mixed like parameters. Uses the
+validation part, never test: the validation accuracy of this method is not held-out evidence.
 """
 
 from __future__ import annotations
@@ -16,10 +20,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from perfed.algorithms.fedavg import by_architecture
 from perfed.core.algorithm import (
     Algorithm,
     Client,
@@ -48,45 +52,56 @@ class FedFomo(Algorithm):
         return Message(candidates={str(n): bank[sender] for n, sender in enumerate(senders)})
 
     def choose(self, server: Server, state: Tree, client: ClientInfo) -> list[str]:
-        """Whose models a client gets: ε-greedy, ties in random order."""
+        """Whose models a client gets."""
         bank = state.get("bank", {}).get(client.architecture, {})
-        available = [sender for sender in bank if int(sender) != client.id]
-        random = numpy_stream(server.seed, "server/candidates", client.id, server.round)
-        explore = random.random() < self.exploration - self.exploration_decay * server.round
         liking = state.get("affinity", {}).get(str(client.id), {})
-        scores = [0.0 if explore else float(liking.get(sender, 0.0)) for sender in available]
-        order = np.lexsort((random.random(len(available)), -np.array(scores)))
-        return sorted((available[n] for n in order[: self.candidates]), key=int)
+        random = numpy_stream(server.seed, "server/candidates", client.id, server.round)
+        available = [sender for sender in bank if int(sender) != client.id]
+        available = [available[n] for n in random.permutation(len(available))]  # ties at random
+        available.sort(key=lambda sender: -float(liking.get(sender, 0.0)))
+        chance = self.exploration - self.exploration_decay * server.round
+        chosen: list[str] = []
+        while available and len(chosen) < self.candidates:
+            explore = random.random() < chance
+            chosen.append(available.pop(int(random.integers(len(available))) if explore else 0))
+        return chosen
 
     def client_round(self, client: Client, message: Message) -> Message:
-        candidates: list[Weights] = list(message.get("candidates", {}).values())
-        amounts = torch.zeros(len(candidates))
-        if candidates:
-            amounts = self.weigh(client, candidates)
-            client.weights = mix(client.weights, candidates, amounts)
-        client.weights = client.sgd(client.weights, supervised)
+        received: list[Weights] = list(message.get("candidates", {}).values())
+        amounts = torch.zeros(len(received))
+        if received:
+            before: Weights = client.state.get("before", client.weights)
+            shares = self.weigh(client, before, [client.weights, *received])
+            client.weights = mix([client.weights, *received], shares)
+            amounts = shares[1:]
+        start = client.weights
+        client.weights = client.sgd(start, supervised)
+        client.state = {"before": start}
         return Message(model=client.weights, amounts=amounts)
 
-    def weigh(self, client: Client, candidates: list[Weights]) -> Tensor:
-        """How much of each candidate: non-negative, summing to one, or all zero."""
-        own = client.loss(client.weights, "validation")
+    def weigh(self, client: Client, before: Weights, candidates: list[Weights]) -> Tensor:
+        """The share of each candidate, the first being the client's own; they sum to one."""
+        reference = client.loss(before, "validation")
         gains = []
         for candidate in candidates:
-            gain = own - client.loss(candidate, "validation")
-            distance = squared_distance(candidate.params, client.weights.params).sqrt()
-            # A candidate equal to the own model gains nothing, whatever the distance.
+            gain = reference - client.loss(candidate, "validation")
+            distance = squared_distance(candidate.params, before.params).sqrt()
+            # A candidate equal to the reference gains nothing, whatever the distance.
             gains.append(gain / distance.clamp(min=torch.finfo(distance.dtype).tiny))
         positive = torch.stack(gains).clamp(min=0)
         total = positive.sum()
-        shares: Tensor = torch.where(total > 0, positive / total, torch.zeros_like(positive))
+        own = torch.zeros_like(positive)
+        own[0] = 1
+        shares: Tensor = torch.where(total > 0, positive / total, own)
         return shares
 
     def merge(self, server: Server, state: Tree, replies: Sequence[Reply]) -> Tree:
-        bank: Tree = {}
+        bank = dict(state.get("bank", {}))
+        bank |= {architecture: {} for architecture in by_architecture(replies)}
         affinity = dict(state.get("affinity", {}))
         for reply in replies:
             sender = str(reply.client.id)
-            bank.setdefault(reply.client.architecture, {})[sender] = reply.message["model"]
+            bank[reply.client.architecture][sender] = reply.message["model"]
             liking = dict(affinity.get(sender, {}))
             senders = self.choose(server, state, reply.client)  # as it was when they were sent
             for other, amount in zip(senders, reply.message["amounts"], strict=True):
@@ -96,18 +111,18 @@ class FedFomo(Algorithm):
         return {"bank": bank, "affinity": affinity}
 
 
-def mix(own: Weights, others: list[Weights], amounts: Tensor) -> Weights:
-    """own + Σ amount·(other − own), for parameters and buffers."""
+def mix(models: list[Weights], shares: Tensor) -> Weights:
+    """The mean of models by shares that sum to one, buffers included."""
 
-    def moved(mine: Tensor, theirs: list[Tensor]) -> Tensor:
-        total = mine.to(amounts.dtype)
-        for amount, tensor in zip(amounts, theirs, strict=True):
-            total = total + amount * (tensor - mine)
-        return (total if mine.is_floating_point() else total.round()).to(mine.dtype)
+    def mean(tensors: list[Tensor]) -> Tensor:
+        total = torch.zeros_like(tensors[0], dtype=shares.dtype)
+        for share, tensor in zip(shares, tensors, strict=True):
+            total = total + share * tensor
+        return (total if tensors[0].is_floating_point() else total.round()).to(tensors[0].dtype)
 
     return Weights(
         *(
-            {name: moved(part[name], [other[name] for other in parts]) for name in part}
-            for part, *parts in zip(own, *others, strict=True)
+            {name: mean([part[name] for part in parts]) for name in parts[0]}
+            for parts in zip(*models, strict=True)
         )
     )

@@ -21,7 +21,7 @@ from perfed.core.tree import squared_distance
 @algorithms.register("fedprox")
 @dataclass(frozen=True)
 class FedProx(FedAvg):
-    proximal: float = option(1.0, "μ: weight of nearness to the global model", ge=0)
+    proximal: float = option(1.0, "weight of nearness to the global model", symbol="μ", ge=0)
 
     def client_round(self, client: Client, message: Message) -> Message:
         start = message["model"]
@@ -35,6 +35,3 @@ class FedProx(FedAvg):
         if self.proximal == 0:  # FedAvg, to the bit
             return loss
         return loss + self.proximal / 2 * squared_distance(model.params, start)
-
-    def label(self) -> str:
-        return f"fedprox (μ={self.proximal:g})"

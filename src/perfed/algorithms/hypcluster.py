@@ -33,7 +33,7 @@ from perfed.core.tree import Tree, Weights
 @algorithms.register("hypcluster")
 @dataclass(frozen=True)
 class HypCluster(Algorithm):
-    clusters: int = option(3, "c: how many global models", ge=1)
+    clusters: int = option(3, "how many global models", symbol="c", ge=1)
 
     def start(self, server: Server) -> Tree:
         return {
@@ -72,13 +72,11 @@ class HypCluster(Algorithm):
     def models(self, client: Client, message: Message) -> dict[str, Judged]:
         return {"personal": choose(client, message)[1]}
 
-    def label(self) -> str:
-        return f"hypcluster (c={self.clusters})"
-
 
 def choose(client: Client, message: Message) -> tuple[torch.Tensor, Weights]:
     """The cluster whose model has the lowest training loss, and that model."""
-    models: list[Weights] = [message["models"][str(n)] for n in range(len(message["models"]))]
+    received = message["models"]
+    models: list[Weights] = [received[str(n)] for n in range(len(received))]
     cluster = torch.stack([client.loss(model, "train") for model in models]).argmin()
     chosen = (
         {name: torch.stack([part[name] for part in parts])[cluster] for name in parts[0]}

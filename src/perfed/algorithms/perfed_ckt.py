@@ -36,10 +36,10 @@ from perfed.core.tree import Tree
 @algorithms.register("perfed-ckt")
 @dataclass(frozen=True)
 class PerFedCKT(Algorithm):
-    clusters: int = option(3, "c: how many centroids the server forms and sends", ge=1)
-    weight: float = option(2.0, "λ: weight of agreement with the nearest centroid", ge=0)
+    clusters: int = option(3, "how many centroids the server forms and sends", symbol="c", ge=1)
+    weight: float = option(2.0, "weight of agreement with the nearest centroid", symbol="λ", ge=0)
 
-    needs_public_set = True
+    needs_public_set = trains_on_public_set = True
 
     # Line 3. An initial set S(−1) of m clients sends its soft decisions.
     def first_message(self, client: Client) -> Message:
@@ -80,6 +80,3 @@ class PerFedCKT(Algorithm):
                 f"must be at most clients_per_round, {clients_per_round}",
                 "clusters",
             )
-
-    def label(self) -> str:
-        return f"perfed-ckt (c={self.clusters}, λ={self.weight:g})"

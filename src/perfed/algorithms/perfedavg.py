@@ -8,8 +8,9 @@ learning rate), then FedAvg's mean. Two variants, both the authors':
 * ``first-order``: without that term.
 
 LM is the global model after ``adaptation_steps`` steps of size α on the client's training data; GM
-is the meta-model itself. α, δ and the single step are the authors'. Mini-batches at displaced
-parameters do not move BatchNorm's running statistics.
+is the meta-model itself. α, δ and the single step are the authors'. First-order is the default: on
+networks with BatchNorm the other has diverged here, at step sizes at which all else was stable.
+Mini-batches at displaced parameters do not move BatchNorm's running statistics.
 """
 
 from __future__ import annotations
@@ -27,14 +28,15 @@ from perfed.core.schema import option
 from perfed.core.tree import inner_product
 
 Parameters = dict[str, Tensor]
+ADAPTATION = 1  # a stream of mini-batches that training does not use
 
 
 @algorithms.register("per-fedavg")
 @dataclass(frozen=True)
 class PerFedAvg(FedAvg):
-    inner_rate: float = option(0.01, "α: size of the adaptation step", ge=0)
-    variant: Literal["hessian-free", "first-order"] = option(
-        "hessian-free", "how the meta-gradient is estimated"
+    inner_rate: float = option(0.01, "size of the adaptation step", symbol="α", ge=0)
+    variant: Literal["first-order", "hessian-free"] = option(
+        "first-order", "how the meta-gradient is estimated"
     )
     difference: float = option(1e-3, "δ: displacement for the Hessian-free product", gt=0)
     adaptation_steps: int = option(1, "steps from the global to a client's own model", ge=0)
@@ -62,12 +64,13 @@ class PerFedAvg(FedAvg):
 
     def models(self, client: Client, message: Message) -> dict[str, Judged]:
         adapted = client.sgd(
-            message["model"], supervised, steps=self.adaptation_steps, rate=self.inner_rate
+            message["model"],
+            supervised,
+            steps=self.adaptation_steps,
+            rate=self.inner_rate,
+            stream=ADAPTATION,
         )
         return {"personal": adapted, "global": message["model"]}
-
-    def label(self) -> str:
-        return f"per-fedavg (α={self.inner_rate:g})"
 
 
 def gradient(model: Network, params: Parameters, batch: Private) -> Parameters:

@@ -1,14 +1,15 @@
 """The contract: what an algorithm says, and what it may ask for.
 
-An algorithm is a frozen dataclass of its hyper-parameters with five methods, written for *one*
-client and knowing nothing of where it runs::
+An algorithm is a frozen dataclass of its hyper-parameters and these methods, written for *one*
+client and knowing nothing of where it runs. Only ``client_round`` is required::
 
-    start          server      the state before the first round
-    first_message  one client  what it sends before any training (optional)
-    broadcast      server      what it sends to one selected client
-    client_round   one client  what the client does with it, and sends back
-    merge          server      the new state from what came back
-    models         one client  which model(s) of this client are to be judged
+    start               server      the state before the first round
+    first_message       one client  what it sends before any training
+    broadcast           server      what it sends to one selected client
+    client_round        one client  what the client does with it, and sends back
+    merge               server      the new state from what came back
+    evaluation_message  server      what a client needs to have its models judged
+    models              one client  which model(s) of this client are to be judged
 
 State is a tree of tensors (:mod:`perfed.core.tree`). Client methods must be pure functions of
 tensors: no ``if`` on a tensor's value, no tensor hidden in a closure of the objective, so that an
@@ -181,6 +182,8 @@ class Algorithm(Component):
 
     registry: ClassVar[Registry[Algorithm]]
     needs_public_set: ClassVar[bool] = False
+    trains_on_public_set: ClassVar[bool] = False
+    """Whether clients' objectives get public mini-batches."""
 
     def trains_everyone(self) -> bool:
         """Whether every client trains in every round, whatever the participation."""
@@ -213,10 +216,6 @@ class Algorithm(Component):
     def models(self, client: Client, message: Message) -> dict[str, Judged]:
         """The models to judge: ``personal`` (LM) and/or ``global`` (GM)."""
         return {"personal": client.weights}
-
-    def label(self) -> str:
-        """How a table names this algorithm with these options."""
-        return self.registered_name
 
 
 algorithms: Registry[Algorithm] = Registry("algorithm")

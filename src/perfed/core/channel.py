@@ -71,5 +71,5 @@ def _parameter_arrays(message: Message) -> list[Tensor]:
     return [
         tensor
         for path, tensor in message.arrays.items()
-        if tensor.ndim and "buffers" not in path.split("/")
+        if tensor.ndim and not {"buffers", "public_buffers"} & set(path.split("/"))
     ]

@@ -20,7 +20,8 @@ class ConfigError(PerfedError):
 
     def inside(self, outer: str) -> ConfigError:
         """The same error, seen from one level further out."""
-        return ConfigError(self.message, f"{outer}.{self.where}" if self.where else outer)
+        joint = "." if self.where and not self.where.startswith("[") else ""
+        return ConfigError(self.message, f"{outer}{joint}{self.where}")
 
 
 class RunError(PerfedError):

@@ -11,6 +11,7 @@ or named by import path (``my_package.my_module:MyMethod``), found also in the w
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import os
 import sys
@@ -18,13 +19,29 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Generic, TypeVar
 
 from perfed.core.errors import ConfigError, did_you_mean
-from perfed.core.schema import Options, from_mapping
+from perfed.core.schema import Options, from_mapping, plain
 
 
 class Component(Options):
     """Options that go by a name."""
 
     registered_name: ClassVar[str] = ""
+    import_path: ClassVar[str] = ""
+    """Where it was found, if by import path; a saved configuration then names it so."""
+
+    def label(self) -> str:
+        """The name, the options that have a symbol, and those that are not the default."""
+        symbols, others = [], []
+        for field in dataclasses.fields(self):
+            value = plain(getattr(self, field.name))
+            if "symbol" in field.metadata:
+                symbols.append(f"{field.metadata['symbol']}={value:g}")
+            elif value != plain(field.default):
+                text = "-".join(map(str, value)) if isinstance(value, list) else value
+                others.append(f"{field.name}={text}")
+        if symbols:
+            return f"{self.registered_name} ({', '.join(symbols + others)})"
+        return self.registered_name + (f"({','.join(others)})" if others else "")
 
 
 C = TypeVar("C", bound=Component)
@@ -62,16 +79,18 @@ class Registry(Generic[C]):
         if isinstance(value, str):
             value = {"name": value}
         if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
-            raise ConfigError(f"expected the name of a {self.kind}, or a mapping with 'name'")
+            raise ConfigError(
+                f"expected a name ({', '.join(sorted(self))}) or a mapping with 'name'"
+            )
         options = {key: item for key, item in value.items() if key != "name"}
         return from_mapping(self[value["name"]], options)
 
     def _adopt(self, path: str, found: Any) -> type[C]:
-        """A class found by import path keeps that path as its name, so that a run can resume."""
+        """A class found by import path, which it keeps, so that a run can resume."""
         if not (isinstance(found, type) and issubclass(found, Component)):
             raise ConfigError(f"'{path}' is not a {self.kind} class", "name")
-        if not found.registered_name:
-            found.registered_name = path
+        found.import_path = path
+        found.registered_name = found.registered_name or found.__name__
         return found  # type: ignore[return-value]
 
 
@@ -82,7 +101,7 @@ def import_object(path: str) -> Any:
         sys.path.append(os.getcwd())
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
+    except (ImportError, ValueError, TypeError, SyntaxError) as error:
         raise ConfigError(f"cannot import '{module_name}': {error}", "name") from None
     try:
         return getattr(module, attribute)

@@ -33,12 +33,16 @@ _BOUNDS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
 }
 
 
-def option(default: Any, help: str, **bounds: float) -> Any:
-    """A field with a default, a sentence of help, and bounds (``ge``, ``gt``, ``le``, ``lt``)."""
+def option(default: Any, help: str, *, symbol: str = "", **bounds: float) -> Any:
+    """A field with a default, a sentence of help, and bounds (``ge``, ``gt``, ``le``, ``lt``).
+
+    An option with a ``symbol`` is always in a component's label: ``perfed-ckt (c=3, λ=2)``.
+    """
     unknown = set(bounds) - set(_BOUNDS)
     if unknown:
         raise TypeError(f"unknown bounds {sorted(unknown)}")
-    return dataclasses.field(default=default, metadata={"help": help, **bounds})
+    shown = {"symbol": symbol} if symbol else {}
+    return dataclasses.field(default=default, metadata={"help": help, **shown, **bounds})
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,11 @@ class Options:
 
     def validate(self) -> None:
         """Checks that involve more than one field; raises ConfigError."""
+
+    @classmethod
+    def expand(cls, value: Any) -> Any:
+        """A short form written out; by default there is none."""
+        return value
 
 
 def from_mapping(cls: type[T], values: Mapping[str, Any]) -> T:
@@ -81,7 +90,7 @@ def to_mapping(options: Options) -> dict[str, Any]:
 def plain(value: Any) -> Any:
     """``value`` as YAML and JSON know it."""
     if isinstance(value, Options):
-        named = getattr(value, "registered_name", None)
+        named = getattr(value, "import_path", "") or getattr(value, "registered_name", "")
         return ({"name": named} if named else {}) | to_mapping(value)
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
@@ -106,11 +115,14 @@ def coerce(hint: Any, value: Any) -> Any:
     if origin is tuple:
         if not isinstance(value, list | tuple):
             raise ConfigError(f"expected a list, got {_describe(value)}")
-        return tuple(coerce(arguments[0], item) for item in value)
+        return tuple(_coerce_item(arguments[0], item, n) for n, item in enumerate(value))
     if hint is float:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ConfigError(f"expected a number, got {_describe(value)}")
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ConfigError("the number is too large") from None
     if hint is int:
         if isinstance(value, bool) or not isinstance(value, int):
             raise ConfigError(f"expected a whole number, got {_describe(value)}")
@@ -122,6 +134,13 @@ def coerce(hint: Any, value: Any) -> Any:
             raise ConfigError(f"expected {hint.__name__}, got {_describe(value)}")
         return value
     raise TypeError(f"options cannot hold {hint!r}")
+
+
+def _coerce_item(hint: Any, item: Any, position: int) -> Any:
+    try:
+        return coerce(hint, item)
+    except ConfigError as error:
+        raise error.inside(f"[{position}]") from None
 
 
 def _coerce_union(choices: tuple[Any, ...], value: Any) -> Any:
@@ -141,6 +160,7 @@ def _coerce_union(choices: tuple[Any, ...], value: Any) -> Any:
 def _coerce_options(hint: type[Options], value: Any) -> Options:
     if isinstance(value, hint):
         return value
+    value = hint.expand(value)
     registry = getattr(hint, "registry", None)
     if registry is not None:
         return typing.cast(Options, registry.build(value))

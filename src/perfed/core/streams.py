@@ -10,6 +10,8 @@ function of the stream's key and *i*.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from hashlib import blake2b
 
 import numpy as np
@@ -26,6 +28,15 @@ def stream_key(seed: int, purpose: str, client: int = -1, round: int = -1) -> in
 def numpy_stream(seed: int, purpose: str, client: int = -1, round: int = -1) -> np.random.Generator:
     """A NumPy generator for the stream."""
     return np.random.default_rng(stream_key(seed, purpose, client, round))
+
+
+@contextmanager
+def torch_stream(seed: int, purpose: str, client: int = -1, round: int = -1) -> Iterator[None]:
+    """Inside, torch's global generators (dropout, initialisation) are this stream."""
+    devices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(stream_key(seed, purpose, client, round))
+        yield
 
 
 def uniform_indices(key: int, shape: tuple[int, ...], bound: int, device: torch.device) -> Tensor:

@@ -6,6 +6,7 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -80,7 +81,7 @@ class Digits(Dataset):
 class Npz(Dataset):
     """Your own arrays: ``x``, ``y``, and if there are any ``public`` and ``client`` (an id each).
 
-    Images are channels first. Whole-number images (0 … 255) are scaled to −1 … 1.
+    Images are channels first; bytes (uint8, 0 … 255) are scaled to −1 … 1.
     """
 
     path: str = option("", "the .npz file")
@@ -90,40 +91,53 @@ class Npz(Dataset):
 
     def load(self, seed: int) -> Samples:
         arrays = self._read()
-        x, y = _scaled(arrays["x"]), arrays["y"].astype(np.int64)
-        if len(x) != len(y):
-            raise ConfigError(f"{len(x)} samples but {len(y)} labels in {self.path}", "data")
-        if len(y) and y.min() < 0:
-            raise ConfigError(f"label {y.min()} in {self.path}: labels are 0, 1, 2, …", "data")
-        client_ids = arrays.get("client")
-        if "public" not in arrays:
-            return hold_out_public(x, y, self.public, seed, client_ids)
+        x, y, public, client_ids = (arrays.get(n) for n in ("x", "y", "public", "client"))
+        if x is None or y is None:
+            raise self._error(f"no array '{'y' if y is None else 'x'}'")
+        self._check_samples("x", x)
+        y = self._checked_labels(y, len(x))
+        if client_ids is not None and client_ids.shape != y.shape:
+            raise self._error(f"{len(y)} samples but {client_ids.size} client ids")
+        if public is None:
+            return hold_out_public(_scaled(x), y, self.public, seed, client_ids)
         if self.public:
             raise ConfigError(f"{self.path} has a public set of its own", "data.public")
-        public_x = _scaled(arrays["public"])
+        self._check_samples("public", public)
+        if public.shape[1:] != x.shape[1:]:
+            raise self._error(f"public samples are {public.shape[1:]}, private ones {x.shape[1:]}")
+        everything, public_index = np.arange(len(x)), np.arange(len(public))
         return Samples(
-            x,
-            y,
-            np.arange(len(x)),
-            public_x,
-            np.arange(len(public_x)),
-            int(y.max()) + 1,
-            client_ids,
+            _scaled(x), y, everything, _scaled(public), public_index, int(y.max()) + 1, client_ids
         )
+
+    def _error(self, message: str) -> ConfigError:
+        return ConfigError(f"{self.path}: {message}", "data.path")
+
+    def _check_samples(self, name: str, x: np.ndarray) -> None:
+        if x.ndim < 2 or not len(x) or not np.issubdtype(x.dtype, np.number):
+            raise self._error(f"'{name}' must be numbers, samples × features or images")
+        if not np.isfinite(x).all():
+            raise self._error(f"'{name}' has values that are not finite")
+
+    def _checked_labels(self, y: np.ndarray, samples: int) -> np.ndarray:
+        if y.shape != (samples,):
+            raise self._error(f"{samples} samples but labels of shape {y.shape}")
+        if not np.issubdtype(y.dtype, np.number) or (y != y.astype(np.int64)).any() or y.min() < 0:
+            raise self._error("labels must be 0, 1, 2, …")
+        return y.astype(np.int64)
 
     def _read(self) -> dict[str, np.ndarray]:
         path = Path(self.path).expanduser()
         if not path.is_file():
             raise ConfigError(f"no such file: {self.path!r}", "data.path")
         try:
-            with np.load(path, allow_pickle=False) as file:
-                arrays = dict(file)
-        except (ValueError, OSError, EOFError) as error:
-            raise ConfigError(f"cannot read {self.path}: {error}", "data.path") from None
-        for name in ("x", "y"):
-            if name not in arrays:
-                raise ConfigError(f"{self.path} has no array '{name}'", "data.path")
-        return arrays
+            with open(path, "rb") as raw:
+                file = np.load(raw, allow_pickle=False)
+                if not isinstance(file, np.lib.npyio.NpzFile):
+                    raise self._error("one array alone; needs 'x' and 'y' (numpy.savez)")
+                return dict(file)
+        except (ValueError, OSError, EOFError, BadZipFile) as error:
+            raise self._error(f"cannot be read: {error}") from None
 
 
 def _scaled(x: np.ndarray) -> np.ndarray:

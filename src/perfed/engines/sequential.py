@@ -27,7 +27,7 @@ from perfed.core.algorithm import (
 )
 from perfed.core.message import Message
 from perfed.core.metrics import PARTS
-from perfed.core.streams import stream_key, uniform_indices
+from perfed.core.streams import stream_key, torch_stream, uniform_indices
 from perfed.core.tree import Tree, Weights
 from perfed.data import Federation
 from perfed.models import Models, build_module, initial_weights
@@ -67,7 +67,7 @@ class SequentialEngine:
         labels = {architecture: architecture.label() for architecture in dict.fromkeys(dealt)}
         self.architectures = [labels[architecture] for architecture in dealt]
         self._own_initial = models.initial == "own"
-        self._by_label = {label: architecture for architecture, label in labels.items()}
+        self.by_label = {label: architecture for architecture, label in labels.items()}
         shape, self.classes = federation.input_shape, federation.samples.classes
         self.modules = {
             label: build_module(architecture, shape, self.classes).to(device)
@@ -84,19 +84,19 @@ class SequentialEngine:
     def run(
         self, task: Task, messages: Mapping[int, Message], round: int
     ) -> tuple[dict[int, Message], dict[int, ClientRecord]]:
-        """Each client's reply to its message, and what each then holds.
+        """Each client's reply to its message, and what those that changed then hold.
 
         The records are not stored yet: :meth:`commit` does that, once the round is whole.
         """
         replies, records = {}, {}
         for client_id, message in messages.items():
             client = self._client(client_id, round)
-            with torch.random.fork_rng(devices=[]):  # for modules that draw, such as dropout
-                torch.manual_seed(stream_key(self.seed, "module", client_id, round))
+            with torch_stream(self.seed, "module", client_id, round):
                 reply = task(client, message)
             if reply is not None:
                 replies[client_id] = reply
-            records[client_id] = ClientRecord(client.weights, client.state)
+            if client.changed():
+                records[client_id] = ClientRecord(client.weights, client.state)
         return replies, records
 
     def commit(self, records: Mapping[int, ClientRecord]) -> None:
@@ -104,7 +104,8 @@ class SequentialEngine:
 
     def models(self, client: int, message: Message, round: int) -> dict[str, Judged]:
         """The models of ``client`` that the algorithm wants judged."""
-        return self.algorithm.models(self._client(client, round), message)
+        with torch_stream(self.seed, "judged-module", client, round):
+            return self.algorithm.models(self._client(client, round), message)
 
     def evaluate(
         self, messages: Mapping[int, Message], round: int
@@ -141,14 +142,16 @@ class SequentialEngine:
 
     def _draw_weights(self, architecture: str, *, client: int = -1, number: int = 0) -> Weights:
         params, buffers, _ = initial_weights(
-            self._by_label[architecture],
+            self.by_label[architecture],
             self.federation.input_shape,
             self.classes,
             self.seed,
             client,
             number,
         )
-        separate = self.training.public_batchnorm == "separate"
+        separate = (
+            self.algorithm.trains_on_public_set and self.training.public_batchnorm == "separate"
+        )
         weights = Weights(params, buffers, buffers if separate else {}).clone()
         return Weights(*({n: t.to(self.device) for n, t in part.items()} for part in weights))
 
@@ -194,11 +197,18 @@ class SequentialClient:
         self._sgd_calls = 0
         self._train = engine.positions(client, "train")
         self._architecture = engine.architectures[client]
+        self._record = record
         self.weights = record.weights
-        self.state = record.state
+        self.state = dict(record.state)
         self.samples = torch.tensor(len(self._train))
         self.steps = engine.training.steps
         self.learning_rate = engine.training.learning_rate_at(round)
+
+    def changed(self) -> bool:
+        """Whether there is anything new to keep: some methods leave a client's own model alone."""
+        before, now = self._record.state, self.state
+        same_state = before.keys() == now.keys() and all(before[k] is now[k] for k in now)
+        return self.weights is not self._record.weights or not same_state
 
     def soft_decisions(self, weights: Weights | None = None) -> Tensor:
         engine = self._engine
@@ -229,7 +239,8 @@ class SequentialClient:
         engine = self._engine
         module = engine.modules[self._architecture].train()
         weights = weights.clone()  # what the caller holds stays as it is
-        params = [param.requires_grad_() for param in weights.params.values()]
+        trainable = {name for name, param in module.named_parameters() if param.requires_grad}
+        params = [p.requires_grad_() for name, p in weights.params.items() if name in trainable]
         network = Network(module, weights, engine.training.public_batchnorm)
         rate = self.learning_rate if rate is None else rate
         if stream is None:
@@ -259,7 +270,7 @@ class SequentialClient:
             for n in range(count)
         ]
         public = None
-        if engine.algorithm.needs_public_set:
+        if engine.algorithm.trains_on_public_set:
             public = draw("public-batches", training.public_batch_size, len(engine.public_x))
         for step in range(steps):
             chosen = [self._train[positions[step]] for positions in private]

@@ -16,7 +16,7 @@ from torch import nn
 
 from perfed.core.errors import ConfigError
 from perfed.core.registry import Component, Registry, import_object
-from perfed.core.schema import option, to_mapping
+from perfed.core.schema import option
 
 Shape = tuple[int, ...]
 
@@ -28,16 +28,6 @@ class Architecture(Component):
 
     @abstractmethod
     def build(self, input_shape: Shape, classes: int) -> nn.Module: ...
-
-    def label(self) -> str:
-        """The name, with the options that are not the default."""
-        default = type(self)()
-        differing = [
-            f"{key}={'-'.join(map(str, value)) if isinstance(value, list) else value}"
-            for key, value in to_mapping(self).items()
-            if value != to_mapping(default)[key]
-        ]
-        return self.registered_name + (f"({','.join(differing)})" if differing else "")
 
 
 class ArchitectureRegistry(Registry[Architecture]):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 
 from perfed.core.errors import ConfigError
 from perfed.core.schema import Options, option
-from perfed.core.streams import numpy_stream, stream_key
+from perfed.core.streams import numpy_stream, torch_stream
 from perfed.core.tree import Weights
 from perfed.models.architectures import Architecture, Shape
 
@@ -32,6 +32,13 @@ class Models(Options):
     initial: Literal["common", "own"] = option(
         "common", "initial weights: one draw per architecture, or one per client"
     )
+
+    @classmethod
+    def expand(cls, value: Any) -> Any:
+        """``models: mlp`` and ``models: [mlp, cnn]``."""
+        if isinstance(value, str):
+            value = [value]
+        return {"architectures": value} if isinstance(value, list | tuple) else value
 
     def validate(self) -> None:
         if not self.architectures:
@@ -65,8 +72,7 @@ class Models(Options):
 
 def build_module(architecture: Architecture, shape: Shape, classes: int) -> nn.Module:
     """The module, after checking that it takes the data and has an output per class."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with torch_stream(0, "template"):
         module = architecture.build(shape, classes)
     module.eval()
     label = architecture.label()
@@ -94,7 +100,6 @@ def initial_weights(
     number: int = 0,
 ) -> Weights:
     """The architecture's initial weights: common to all clients, or one client's own."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(stream_key(seed, f"initial/{architecture.label()}/{number}", client))
+    with torch_stream(seed, f"initial/{architecture.label()}/{number}", client):
         module = architecture.build(shape, classes)
     return Weights(dict(module.named_parameters()), dict(module.named_buffers())).clone()

@@ -14,29 +14,33 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's palette, made to be told apart by colour-blind readers.
 COLOURS = ("#999999", "#000000", "#E69F00", "#56B4E9", "#0072B2", "#009E73", "#D55E00", "#CC79A7")
+STYLES = ("-", "--", ":")
+LEGEND_COLUMNS = 4
 
 
 def plot_comparison(results: Sequence[Result], path: Path) -> Path:
     """Mean test accuracy by round and by parameters communicated; bands are ± one standard
     deviation over seeds."""
-    import matplotlib
+    from matplotlib.figure import Figure  # not pyplot: a notebook's own backend stays as it is
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (by_round, by_cost) = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
-    for number, (label, frame) in enumerate(_curves(results).items()):
+    curves = _curves(results)
+    legend_rows = -(-len(curves) // LEGEND_COLUMNS)
+    height = 3.6 + 0.25 * legend_rows
+    figure = Figure(figsize=(10, height))
+    by_round, by_cost = figure.subplots(1, 2, sharey=True)
+    for number, (label, frame) in enumerate(curves.items()):
         colour = COLOURS[number % len(COLOURS)]
+        style = STYLES[number // len(COLOURS) % len(STYLES)]
         grouped = frame.groupby("round")
         mean = 100 * grouped["test_accuracy"].mean()
         deviation = 100 * grouped["test_accuracy"].std(ddof=1).fillna(0)
-        by_round.plot(mean.index + 1, mean, color=colour, label=label)
+        by_round.plot(mean.index + 1, mean, color=colour, ls=style, label=label)
         by_round.fill_between(
             mean.index + 1, mean - deviation, mean + deviation, color=colour, alpha=0.15, lw=0
         )
         cost = grouped["parameters"].mean()
         if cost.max() > 0:
-            by_cost.plot(cost, mean, color=colour)
+            by_cost.plot(cost, mean, color=colour, ls=style)
             by_cost.plot(cost.iloc[-1], mean.iloc[-1], "o", color=colour)
         else:
             by_cost.axhline(mean.iloc[-1], color=colour, ls=":")
@@ -46,10 +50,9 @@ def plot_comparison(results: Sequence[Result], path: Path) -> Path:
     for axes in (by_round, by_cost):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
-    figure.legend(loc="lower center", ncols=min(5, len(results)), frameon=False, fontsize=9)
-    figure.tight_layout(rect=(0, 0.08, 1, 1))
+    figure.legend(loc="lower center", ncols=LEGEND_COLUMNS, frameon=False, fontsize=9)
+    figure.tight_layout(rect=(0, (0.1 + 0.22 * legend_rows) / height, 1, 1))
     figure.savefig(path, dpi=150)
-    plt.close(figure)
     return path
 
 

@@ -1,4 +1,4 @@
-"""Tables, made from run directories and from nothing else."""
+"""Tables, made from the summaries of runs and from nothing else."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from perfed.core.metrics import MODEL_NAMES
-from perfed.runs.result import Result
 
 HEADER = (
     "algorithm",
@@ -44,11 +43,10 @@ class Row:
         return statistics.mean(totals)
 
 
-def rows(results: Sequence[Result]) -> list[Row]:
+def rows(summaries: Sequence[dict[str, Any]]) -> list[Row]:
     """Grouped by algorithm (in the order given), then by model kind."""
     grouped: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for result in results:
-        summary = result.summary
+    for summary in summaries:
         for kind in summary["models"]:
             grouped.setdefault((summary["algorithm"], kind), []).append(summary)
     return [Row(name, kind, tuple(group)) for (name, kind), group in grouped.items()]
@@ -83,9 +81,9 @@ def quantity(value: float, unit: str = "") -> str:
     return f"{value:.3g} {unit}".rstrip()
 
 
-def summary_table(results: Sequence[Result]) -> str:
+def summary_table(summaries: Sequence[dict[str, Any]]) -> str:
     """Plain text, aligned."""
-    lines = [list(HEADER), *(cells(row) for row in rows(results))]
+    lines = [list(HEADER), *(cells(row) for row in rows(summaries))]
     widths = [max(len(line[column]) for line in lines) for column in range(len(HEADER))]
     text = []
     for line in lines:

@@ -51,6 +51,7 @@ class Checkpoints:
             record = records[client]
             tree = {"model": record.weights, "state": record.state}
             self._write(f"client-{client}", f"client-{client}-{suffix}", tree)
+        self._directory.sync_logs()  # a manifest must not promise lines that a power cut can take
         manifest = {
             "next_round": progress.next_round,
             "traffic": vars(progress.traffic),

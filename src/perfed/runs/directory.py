@@ -70,7 +70,9 @@ class RunDirectory:
             yield
 
     def write_json(self, name: str, values: Any) -> None:
-        write_atomically(self.path / name, (json.dumps(values, indent=1) + "\n").encode())
+        write_atomically(
+            self.path / name, (json.dumps(values, indent=1, allow_nan=False) + "\n").encode()
+        )
 
     def write_yaml(self, name: str, values: Mapping[str, Any]) -> None:
         write_atomically(self.path / name, dump_yaml(values).encode())
@@ -85,7 +87,7 @@ class RunDirectory:
 
     def append(self, name: str, line: Mapping[str, Any]) -> None:
         with open(self.path / name, "a", encoding="utf-8") as file:
-            file.write(json.dumps(line, separators=(",", ":")) + "\n")
+            file.write(json.dumps(line, separators=(",", ":"), allow_nan=False) + "\n")
 
     def lines(self, name: str) -> list[dict[str, Any]]:
         """All whole lines; the last one may be in the making."""
@@ -99,6 +101,11 @@ class RunDirectory:
         return {
             name: os.path.getsize(self.path / name) for name in LOGS if (self.path / name).is_file()
         }
+
+    def sync_logs(self) -> None:
+        for name in self.log_sizes():
+            with open(self.path / name, "rb") as file:
+                os.fsync(file.fileno())
 
     def cut_logs(self, sizes: Mapping[str, int]) -> None:
         """Forget what was written after a checkpoint (or at all, without one)."""
@@ -143,7 +150,7 @@ def environment(device: torch.device) -> dict[str, Any]:
     return {
         "python": sys.version.split()[0],
         "packages": packages,
-        "platform": platform.platform(),
+        "platform": f"{platform.system()} {platform.machine()}",
         "device": f"{device.type}: {name}",
         "cores": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),

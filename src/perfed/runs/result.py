@@ -12,8 +12,7 @@ from perfed.config import Comparison, Experiment, parse, read_mapping
 from perfed.core import tensorfile
 from perfed.core.errors import RunError
 from perfed.core.metrics import PARTS, QUANTITIES
-from perfed.data import build_federation
-from perfed.models import build_module
+from perfed.models import architectures, build_module
 from perfed.runs.directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -84,6 +83,15 @@ class Result:
             "traffic": evaluated[-1]["traffic_total"],
         }
 
+    def record(self) -> dict[str, Any]:
+        """All one needs to quote the run: its numbers, configuration and machine."""
+        return {
+            "summary": self.summary,
+            "config": self.experiment.to_mapping(),
+            "environment": self._directory.read_json("environment.json"),
+            "directory": str(self.path),
+        }
+
     def per_round(self) -> pd.DataFrame:
         """A row per evaluated round and model kind, with traffic so far."""
         import pandas as pd
@@ -121,33 +129,29 @@ class Result:
     def model(self, client: int, kind: str | None = None) -> nn.Module:
         """A client's final model, in evaluation mode (personal where there is one)."""
         index = self._directory.read_json("models/index.json")
-        if str(client) not in index:
-            raise RunError(f"there is no client {client}: they are 0 … {len(index) - 1}")
-        files = index[str(client)]
+        if not 0 <= client < len(index["clients"]):
+            raise RunError(f"no client {client}: they are 0 … {len(index['clients']) - 1}")
+        entry = index["clients"][client]
+        files = entry["models"]
         if kind is not None and kind not in files:
             raise RunError(f"client {client} has no {kind} model, only {', '.join(files)}")
         tensors = tensorfile.load(self.path / "models" / (files[kind] if kind else headline(files)))
         if "class_prior_logits" in tensors:
             return ConstantLogits(tensors["class_prior_logits"])
-        experiment = self.experiment
-        federation = build_federation(
-            experiment.data,
-            experiment.partition,
-            experiment.split,
-            experiment.clients,
-            experiment.seed,
-        )
-        architecture = experiment.models.deal(federation.train_sizes, experiment.seed)[client]
-        module = build_module(architecture, federation.input_shape, federation.samples.classes)
-        dtype = next(t.dtype for t in tensors.values() if t.is_floating_point())
-        module.to(dtype).load_state_dict(tensors, strict=False)
+        architecture = architectures.build(index["architectures"][entry["architecture"]])
+        module = build_module(architecture, tuple(index["input_shape"]), index["classes"])
+        own = dict(module.named_parameters()) | dict(module.named_buffers())
+        if own.keys() != tensors.keys():
+            raise RunError(f"{files} holds other tensors than '{architecture.label()}' has now")
+        for name, tensor in own.items():
+            tensor.data = tensors[name]
         return module.eval()
 
     def table(self) -> str:
         """The summary as plain text."""
         from perfed.report.tables import summary_table
 
-        return summary_table([self])
+        return summary_table([self.summary])
 
     def plot(self, path: str | Path | None = None) -> Path:
         """Accuracy by round and by communication, as a PNG or PDF file."""

@@ -21,9 +21,11 @@ from perfed.core.channel import Channel, Traffic
 from perfed.core.errors import ConfigError, Diverged, RunError
 from perfed.core.message import Message
 from perfed.core.metrics import summarize
+from perfed.core.schema import plain
 from perfed.core.selection import select_clients
+from perfed.core.streams import torch_stream
 from perfed.core.threads import cpu_threads
-from perfed.core.tree import Weights
+from perfed.core.tree import Weights, flatten
 from perfed.data import build_federation
 from perfed.engines import SequentialEngine
 from perfed.runs.checkpoint import Checkpoints, Progress
@@ -131,16 +133,16 @@ class Simulation:
 
     def start(self, directory: RunDirectory) -> Result:
         with directory.locked():
-            directory.write_json("environment.json", environment(self.device))
-            directory.write_json("partition.json", self._partition_record())
-            # Last, because a directory with a configuration is one that can be resumed.
             directory.write_yaml("config.yaml", self.experiment.to_mapping())
+            self._write_origin(directory)
             with cpu_threads(_fitting_threads(self.engine)):
                 return self._run(directory, Checkpoints(directory))
 
     def continue_in(self, directory: RunDirectory) -> Result:
         with directory.locked():
-            if directory.read_json("partition.json") != self._partition_record():
+            if not (directory.path / "partition.json").is_file():
+                self._write_origin(directory)  # it was killed before its first round
+            elif directory.read_json("partition.json") != self._partition_record():
                 raise RunError(
                     f"{directory.path}: the data now gives another partition than the recorded "
                     "one; the dataset or the version of perfed has changed"
@@ -153,6 +155,10 @@ class Simulation:
             directory.cut_logs(self.progress.log_sizes)
             with cpu_threads(_fitting_threads(self.engine)):
                 return self._run(directory, checkpoints)
+
+    def _write_origin(self, directory: RunDirectory) -> None:
+        directory.write_json("environment.json", environment(self.device))
+        directory.write_json("partition.json", self._partition_record())
 
     def _run(self, directory: RunDirectory, checkpoints: Checkpoints) -> Result:
         progress, experiment = self.progress, self.experiment
@@ -229,13 +235,15 @@ class Simulation:
             messages = dict(channel.down(messages))
         with self._timed("clients"):
             replies, records = self.engine.run(self.algorithm.client_round, messages, round)
+        for client, record in records.items():
+            _check_finite(f"client {client}", round, record.weights.params)
         for client, reply in replies.items():
-            _check_finite(client, round, reply.arrays)
-            _check_finite(client, round, records[client].weights.params)
+            _check_finite(f"client {client}", round, reply.arrays)
         with self._timed("merge"):
             self._merge(round, channel.up(replies))
+        _check_finite("the server", round, flatten(self.progress.state))
         self.engine.commit(records)
-        self.changed.update(clients)
+        self.changed.update(records)
         for client in clients:
             self.progress.trained[client] += 1
         after = vars(channel.total)
@@ -245,9 +253,9 @@ class Simulation:
         if not replies:  # nobody answered: the server knows what it knew
             return
         ordered = [Reply(self._info(client), replies[client]) for client in sorted(replies)]
-        self.progress.state = self.algorithm.merge(
-            self._server(round), self.progress.state, ordered
-        )
+        server = self._server(round)
+        with torch_stream(self.experiment.seed, "server-module", round=round):
+            self.progress.state = self.algorithm.merge(server, self.progress.state, ordered)
 
     def _evaluate_if_due(self, round: int, directory: RunDirectory) -> dict[str, Any]:
         """Every client's numbers to the directory, and their summary by model kind."""
@@ -256,6 +264,8 @@ class Simulation:
             return {}
         with self._timed("evaluate"):
             columns = self.engine.evaluate(self._evaluation_messages(round), round)
+        for column in columns.values():
+            _check_finite("an evaluation", round, {n: torch.tensor(v) for n, v in column.items()})
         lists = {
             kind: {name: values.tolist() for name, values in column.items()}
             for kind, column in columns.items()
@@ -293,7 +303,21 @@ class Simulation:
                     written[digest] = f"{kind}-{client:04d}.safetensors"
                     tensorfile.write_atomically(folder / written[digest], content)
                 index.setdefault(str(client), {})[kind] = written[digest]
-        directory.write_json("models/index.json", index)
+        directory.write_json(
+            "models/index.json",
+            {
+                "input_shape": list(self.federation.input_shape),
+                "classes": self.federation.samples.classes,
+                "architectures": {
+                    label: plain(architecture)
+                    for label, architecture in self.engine.by_label.items()
+                },
+                "clients": [
+                    {"architecture": label, "models": index[str(client)]}
+                    for client, label in enumerate(self.engine.architectures)
+                ],
+            },
+        )
 
     def _client_scalars(self, clients: list[int]) -> dict[str, list[float | None]]:
         """Small facts that clients keep (their cluster, say), in the order of ``clients``."""
@@ -358,17 +382,17 @@ def _fitting_threads(engine: SequentialEngine) -> int:
 def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
-        torch.zeros(1, device=device)
+        float(torch.zeros(1, device=device))
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"device '{name}' cannot be used: {reason}") from None
     return device
 
 
-def _check_finite(client: int, round: int, tensors: Mapping[str, torch.Tensor]) -> None:
+def _check_finite(whose: str, round: int, tensors: Mapping[str, torch.Tensor]) -> None:
     for name, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
             raise Diverged(
-                f"round {round}: client {client}'s '{name}' is not finite; "
+                f"round {round}: '{name}' of {whose} is not finite; "
                 "a smaller training.learning_rate may help"
             )

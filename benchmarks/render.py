@@ -1,0 +1,114 @@
+"""Put the committed results into the documentation, so that no number there is typed.
+
+python benchmarks/render.py           rewrites the blocks between <!-- begin: X --> and end
+python benchmarks/render.py --check   exits with 1 where a block is not what the results say
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from perfed.paper.costs import render as render_costs
+from perfed.report.tables import spread, summary_table
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = ("README.md", "docs/findings.md")
+
+
+def result(name: str) -> Any:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text("utf-8"))
+
+
+def comparison(name: str) -> str:
+    record = result(name)
+    lines = [summary_table(record["runs"]), *record["failures"]]
+    return "\n".join(["```", *lines, "```", machine(record["environment"])])
+
+
+def machine(environment: dict[str, Any]) -> str:
+    packages = environment["packages"]
+    return (
+        f"({environment['device']}, torch {packages['torch']}, numpy {packages['numpy']}, "
+        f"Python {environment['python']}, {environment['started'][:10]})"
+    )
+
+
+def batchnorm() -> str:
+    lines = ["| data | setting | separate | private | shared |", "|---|---|---|---|---|"]
+    notes = []
+    for name, title in (("digits", "digits, CNN"), ("cifar10", "CIFAR-10 / 100, VGG11")):
+        record = result(f"public_batchnorm_{name}")
+        cells: dict[str, dict[str, str]] = {}
+        for row in record["rows"]:
+            values = row["validation_accuracy"]
+            cells.setdefault(row["setting"], {})[row["mode"]] = spread(values)
+        for setting, by_mode in cells.items():
+            best = max(by_mode, key=lambda mode: float(by_mode[mode].split()[0]))
+            by_mode[best] = f"**{by_mode[best]}**"
+            shown = " | ".join(by_mode[mode] for mode in ("separate", "private", "shared"))
+            lines.append(f"| {title} | {setting} | {shown} |")
+        seeds = sorted({seed for row in record["rows"] for seed in row["seeds"]})
+        notes.append(f"{title}: seeds {seeds}, {machine(record['environment'])}.")
+    return "\n".join([*lines, "", *notes])
+
+
+def size_groups(name: str) -> str:
+    """Mean test accuracy by training-set size, over the seeds."""
+    grouped: dict[str, dict[str, list[float]]] = {}
+    for run in result(name)["runs"]:
+        for kind in run["models"].values():
+            sizes = kind["last"]["test_accuracy_by_train_size"]
+            for size, accuracy in sizes.items():
+                grouped.setdefault(run["algorithm"], {}).setdefault(size, []).append(accuracy)
+            break
+    sizes = sorted({size for row in grouped.values() for size in row}, key=len)
+    lines = [
+        f"| | {' | '.join(f'{size} samples' for size in sizes)} |",
+        "|---" * (len(sizes) + 1) + "|",
+    ]
+    for algorithm, row in grouped.items():
+        cells = [f"{100 * statistics.mean(row[size]):.1f}" if size in row else "" for size in sizes]
+        lines.append(f"| {algorithm} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+BLOCKS = {
+    "digits-groups": lambda: comparison("digits-groups"),
+    "all-algorithms": lambda: comparison("all_algorithms"),
+    "digits-dirichlet": lambda: comparison("digits-dirichlet"),
+    "digits-dirichlet-sizes": lambda: size_groups("digits-dirichlet"),
+    "digits-groups-sizes": lambda: size_groups("all_algorithms"),
+    "batchnorm": batchnorm,
+    "costs": lambda: "\n".join(["```", render_costs(result("costs")), "```"]),
+}
+
+
+def rendered(text: str) -> str:
+    def block(match: re.Match[str]) -> str:
+        return f"{match[1]}\n{BLOCKS[match[2]]()}\n{match[3]}"
+
+    pattern = r"(<!-- begin: (\S+) -->).*?(<!-- end: \2 -->)"
+    return re.sub(pattern, block, text, flags=re.S)
+
+
+def main() -> None:
+    wrong = []
+    for name in DOCUMENTS:
+        path = ROOT / name
+        text = path.read_text("utf-8")
+        new = rendered(text)
+        if new != text:
+            wrong.append(name)
+            if "--check" not in sys.argv:
+                path.write_text(new, "utf-8")
+    if wrong and "--check" in sys.argv:
+        sys.exit(f"not what the results say: {', '.join(wrong)}; run python benchmarks/render.py")
+
+
+if __name__ == "__main__":
+    main()

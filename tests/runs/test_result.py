@@ -1,0 +1,148 @@
+"""What a run leaves behind can be asked, and says what happened."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import perfed
+from perfed.core.errors import ConfigError, RunError
+from perfed.report.tables import quantity, spread
+from perfed.runs.comparison import run_name
+from tests.conftest import TINY, tiny
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> perfed.Result:
+    return perfed.run(tiny(evaluate_every=2), tmp_path_factory.mktemp("result") / "run")
+
+
+def test_the_directory_holds_what_is_needed_to_trust_it(result: perfed.Result) -> None:
+    names = {path.name for path in result.path.iterdir() if not path.name.startswith(".")}
+    assert names == {
+        "config.yaml",
+        "environment.json",
+        "partition.json",
+        "rounds.jsonl",
+        "clients.jsonl",
+        "timing.jsonl",
+        "models",
+        "summary.json",
+    }
+    assert perfed.load(result.path / "config.yaml") == tiny(evaluate_every=2)
+    environment = json.loads((result.path / "environment.json").read_text())
+    assert environment["packages"]["torch"] == torch.__version__.split("+")[0] or "+" in str(
+        environment["packages"]["torch"]
+    )
+
+
+def test_frames_and_summary_agree(result: perfed.Result) -> None:
+    rounds, clients = result.per_round(), result.per_client()
+    assert rounds["round"].tolist() == [1, 2]  # every second round, and always the last
+    assert len(clients) == 2 * 6
+    last = clients[clients["round"] == 2]
+    summary = result.summary["models"]["personal"]
+    assert summary["last"]["test_accuracy"] == pytest.approx(last["test_accuracy"].mean())
+    pooled = np.average(last["test_accuracy"], weights=last["test_size"])
+    assert summary["last"]["test_accuracy_weighted"] == pytest.approx(pooled)
+    assert summary["chosen"]["round"] in (1, 2)
+    best = rounds["test_accuracy"].max()
+    assert summary["best_test"]["test_accuracy"] == pytest.approx(best)
+
+
+def test_the_chosen_round_is_chosen_on_validation(tmp_path: Path) -> None:
+    run = perfed.run(tiny(rounds=6), tmp_path / "run")
+    frame = run.per_round()
+    chosen = run.summary["models"]["personal"]["chosen"]
+    best = frame["validation_accuracy"].max()
+    first = frame[frame["validation_accuracy"] == best].iloc[0]
+    assert chosen["round"] == first["round"]
+    assert chosen["test_accuracy"] == pytest.approx(first["test_accuracy"])
+
+
+def test_traffic_adds_up_over_rounds(result: perfed.Result) -> None:
+    lines = result._directory.lines("rounds.jsonl")
+    for name in ("up_parameters", "down_parameters", "up_bytes", "down_bytes"):
+        total = sum(line["traffic"][name] for line in lines)
+        assert total == result.summary["traffic"][name] == lines[-1]["traffic_total"][name]
+
+
+def test_a_clients_model_is_ready_for_inference(result: perfed.Result) -> None:
+    """Loaded back, it has the accuracy that was recorded."""
+    federation = perfed.data.build_federation(
+        *(getattr(result.experiment, n) for n in ("data", "partition", "split", "clients", "seed"))
+    )
+    last = result.per_client().query("round == 2").set_index("client")
+    for k, split in enumerate(federation.splits):
+        x = torch.as_tensor(federation.samples.x[split.test])
+        predicted = result.model(k)(x).argmax(1).numpy()
+        accuracy = (predicted == federation.samples.y[split.test]).mean()
+        assert accuracy == pytest.approx(last.loc[k, "test_accuracy"])
+    with pytest.raises(RunError, match="no client 6"):
+        result.model(6)
+    with pytest.raises(RunError, match="no global model, only personal"):
+        result.model(0, "global")
+
+
+def test_a_shared_model_is_stored_once(tmp_path: Path) -> None:
+    run = perfed.run(tiny(algorithm="fedavg", models={"architectures": ["mlp"]}), tmp_path / "run")
+    assert len(list((run.path / "models").glob("*.safetensors"))) == 1
+    assert torch.equal(run.model(0)[1].weight, run.model(5)[1].weight)
+
+
+def test_the_same_seed_gives_the_same_numbers_and_another_does_not(tmp_path: Path) -> None:
+    runs = [perfed.run(tiny(seed=s), tmp_path / str(i)) for i, s in enumerate((4, 4, 5))]
+    logs = [(run.path / "clients.jsonl").read_text() for run in runs]
+    assert logs[0] == logs[1] != logs[2]
+
+
+def test_a_run_can_be_read_while_it_goes_on(tmp_path: Path) -> None:
+    class Reader(perfed.Callback):
+        seen: list[int] = []  # noqa: RUF012
+
+        def on_round(self, report: perfed.runs.RoundReport) -> None:
+            now = perfed.Result(tmp_path / "run").summary
+            assert now["finished"] is (report.round == 2)
+            self.seen.append(now["rounds"])
+
+    perfed.run(tiny(), tmp_path / "run", callbacks=[reader := Reader()])
+    assert reader.seen == [1, 2, 3]
+
+
+def test_no_public_set_for_an_algorithm_that_needs_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'perfed-ckt' needs a public set"):
+        perfed.run(tiny(data={"name": "digits", "public": 0}), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    perfed.run(tiny(data={"name": "digits", "public": 0}, algorithm="local"), tmp_path / "local")
+
+
+def test_the_table_has_mean_and_spread_over_seeds(tmp_path: Path) -> None:
+    values = TINY | {"algorithms": ["majority", "fedavg"], "seeds": [0, 1, 2]}
+    del values["algorithm"]
+    comparison = perfed.config.parse(values)
+    done = perfed.compare(comparison, tmp_path / "run")  # type: ignore[arg-type]
+    accuracies = [
+        r.summary["models"]["global"]["last"]["test_accuracy"]
+        for r in done.results
+        if r.experiment.algorithm.label() == "fedavg"
+    ]
+    row = next(line for line in done.table().splitlines() if line.startswith("fedavg"))
+    mean, deviation = 100 * np.mean(accuracies), 100 * np.std(accuracies, ddof=1)
+    assert f"GM  {mean:.1f} ± {deviation:.1f}" in " ".join(row.split()).replace("GM ", "GM  ")
+    assert done.plot().stat().st_size > 10_000
+    assert {p.name for p in done.path.iterdir() if p.is_dir()} == {
+        run_name(experiment) for experiment in comparison.experiments()
+    }
+
+
+def test_numbers_for_people() -> None:
+    assert [quantity(v, "B") for v in (0, 999, 1234, 5.2e7, 3.9e10)] == [
+        "–",
+        "999 B",
+        "1.23 kB",
+        "52 MB",
+        "39 GB",
+    ]
+    assert (spread([0.5]), spread([0.5, 0.7])) == ("50.0", "60.0 ± 14.1")

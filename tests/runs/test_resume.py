@@ -1,0 +1,223 @@
+"""Runs that die, by a real SIGKILL to a real process, and go on."""
+
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+import perfed
+from perfed.core.errors import RunError
+from perfed.runs import resume_comparison
+from perfed.runs.directory import RunDirectory
+from tests.conftest import TINY, tiny
+
+HETEROGENEOUS = TINY | {
+    "rounds": 12,
+    "models": {"architectures": ["mlp", {"name": "cnn", "batchnorm": True}]},
+    "training": {"steps": 3, "public_batchnorm": "separate"},
+}
+COMPARED = ("rounds.jsonl", "clients.jsonl", "summary.json", "partition.json", "config.yaml")
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "perfed", "run", *map(str, arguments), "--checkpoint-seconds=0"]
+
+
+def contents(run: Path) -> dict[str, bytes]:
+    files = [run / name for name in COMPARED] + sorted((run / "models").iterdir())
+    return {file.name: file.read_bytes() for file in files}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A configuration file, and the run it makes when nothing happens."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    config = folder / "config.yaml"
+    config.write_text(json.dumps(HETEROGENEOUS))
+    subprocess.run(
+        command(config, "--out", folder / "run", "--json"), check=True, capture_output=True
+    )
+    return config, folder / "run"
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_killed_at_random_moments_it_ends_with_the_same_bits(
+    undisturbed: tuple[Path, Path], tmp_path: Path, stack: ExitStack, seed: int
+) -> None:
+    config, reference = undisturbed
+    run, moments, kills = tmp_path / "run", random.Random(seed), 0
+    arguments = command(config, "--out", run)
+    log = stack.enter_context((tmp_path / "log").open("wb"))
+    while True:
+        process = subprocess.Popen(arguments, stdout=log, stderr=subprocess.STDOUT)
+        rounds = _lines(run)
+        while process.poll() is None and _lines(run) <= rounds:
+            time.sleep(0.002)  # let it reach a round of its own
+        time.sleep(moments.uniform(0, 0.25))
+        if process.poll() is not None or kills == 4:
+            break
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        kills += 1
+        arguments = command("--resume", run)
+    assert process.wait(timeout=120) == 0, (tmp_path / "log").read_text()
+    assert kills > 0
+    assert contents(run) == contents(reference)
+    assert not (run / "checkpoint").exists()
+
+
+def _lines(run: Path) -> int:
+    log = run / "rounds.jsonl"
+    return log.read_bytes().count(b"\n") if log.is_file() else 0
+
+
+class StopAfter(perfed.Callback):
+    """Dies as a bug would, in the middle of things."""
+
+    def __init__(self, rounds: int) -> None:
+        self.rounds = rounds
+
+    def on_round(self, report: perfed.runs.RoundReport) -> None:
+        if report.round + 1 == self.rounds:
+            raise KeyboardInterrupt
+
+
+def interrupted(path: Path, rounds: int = 2, checkpoint_seconds: float = 0) -> Path:
+    with pytest.raises(KeyboardInterrupt):
+        perfed.run(
+            tiny(), path, callbacks=[StopAfter(rounds)], checkpoint_seconds=checkpoint_seconds
+        )
+    return path
+
+
+def test_a_run_without_a_checkpoint_starts_over(tmp_path: Path) -> None:
+    whole = perfed.run(tiny(), tmp_path / "whole")
+    path = interrupted(tmp_path / "run", checkpoint_seconds=1e9)
+    assert not (path / "checkpoint").exists()
+    perfed.resume(path)
+    assert contents(path) == contents(whole.path)
+
+
+def test_a_torn_last_line_is_cut(tmp_path: Path) -> None:
+    whole = perfed.run(tiny(), tmp_path / "whole")
+    path = interrupted(tmp_path / "run")
+    with open(path / "rounds.jsonl", "a") as log:
+        log.write('{"round": 2, "clie')
+    assert len(RunDirectory(path).lines("rounds.jsonl")) == 3  # readable all the same
+    perfed.resume(path)
+    assert contents(path) == contents(whole.path)
+
+
+def test_a_finished_run_is_returned_as_it_is(tmp_path: Path) -> None:
+    perfed.run(tiny(), tmp_path / "run")
+    before = contents(tmp_path / "run")
+    assert perfed.resume(tmp_path / "run").summary["finished"]
+    assert contents(tmp_path / "run") == before
+
+
+def test_what_cannot_be_resumed_says_why_and_is_left_alone(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="not a run directory"):
+        perfed.resume(tmp_path)
+    source = interrupted(tmp_path / "run")
+
+    def damaged(name: str) -> Path:
+        path = tmp_path / name
+        shutil.copytree(source, path)
+        return path
+
+    path = damaged("model")
+    (victim,) = (path / "checkpoint").glob("server-*")
+    victim.write_bytes(victim.read_bytes()[:-5])
+    with pytest.raises(RunError, match=r"server-.* is corrupt: its checksum"):
+        perfed.resume(path)
+
+    path = damaged("missing")
+    (victim,) = (path / "checkpoint").glob("server-*")
+    victim.unlink()
+    with pytest.raises(RunError, match=r"cannot read .*server-"):
+        perfed.resume(path)
+
+    path = damaged("manifest")
+    (path / "checkpoint" / "manifest.json").write_text("{")
+    with pytest.raises(RunError, match=r"manifest\.json is corrupt"):
+        perfed.resume(path)
+
+    path = damaged("log")
+    (path / "rounds.jsonl").write_text("")
+    with pytest.raises(RunError, match="shorter than at the checkpoint"):
+        perfed.resume(path)
+
+    path = damaged("partition")
+    record = json.loads((path / "partition.json").read_text())
+    record["clients"][0]["train"].pop()
+    (path / "partition.json").write_text(json.dumps(record))
+    with pytest.raises(RunError, match="another partition"):
+        perfed.resume(path)
+
+    path = damaged("busy")
+    with RunDirectory(path).locked(), pytest.raises(RunError, match="in use by another process"):
+        perfed.resume(path)
+    perfed.resume(path)  # and is none the worse for it
+
+
+def test_an_existing_directory_is_never_written_to(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("mine")
+    with pytest.raises(RunError, match="exists already"):
+        perfed.run(tiny(), tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["precious"]
+
+
+def test_an_interrupted_comparison_goes_on_with_what_is_missing(tmp_path: Path) -> None:
+    values = TINY | {"algorithms": ["local", "fedavg"], "seeds": [0, 1]}
+    del values["algorithm"]
+    comparison = perfed.config.parse(values)
+    assert isinstance(comparison, perfed.Comparison)
+    whole = perfed.compare(comparison, tmp_path / "whole")
+
+    class StopInThird(perfed.Callback):
+        runs = 0
+
+        def on_start(self, *_: object) -> None:
+            self.runs += 1
+            if self.runs == 3:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        perfed.compare(comparison, tmp_path / "cut", callbacks=[StopInThird()])
+    done = resume_comparison(tmp_path / "cut")
+    assert len(done.results) == 4
+    assert done.table() == whole.table()
+
+
+def test_a_method_that_diverges_does_not_take_the_others_with_it(tmp_path: Path) -> None:
+    values = TINY | {"algorithms": ["fedavg", "majority"], "seeds": [0]}
+    values["training"] = TINY["training"] | {"learning_rate": 1e30}
+    del values["algorithm"]
+    comparison = perfed.config.parse(values)
+    assert isinstance(comparison, perfed.Comparison)
+    done = perfed.compare(comparison, tmp_path / "run")
+    assert [result.experiment.algorithm.label() for result in done.results] == ["majority"]
+    assert "fedavg, seed 0, has no result: round 0: 'model/" in done.table()
+    before = (tmp_path / "run" / "fedavg-seed0" / "failed.json").stat().st_mtime_ns
+    resume_comparison(tmp_path / "run")  # and is not tried again
+    assert (tmp_path / "run" / "fedavg-seed0" / "failed.json").stat().st_mtime_ns == before
+
+
+def test_a_model_that_blows_up_is_reported_and_not_averaged(tmp_path: Path) -> None:
+    training = TINY["training"] | {"learning_rate": 1e30}
+    with pytest.raises(perfed.PerfedError, match=r"round \d: '.*' of client \d is not finite"):
+        perfed.run(tiny(training=training), tmp_path / "run")
