@@ -1,5 +1,7 @@
 """Where there is a GPU, every algorithm gives there what it gives on the CPU."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -21,6 +23,18 @@ def losses(name: str, device: str) -> list[float]:
         simulation.play_round(round, channel)
     columns = simulation.engine.evaluate(simulation._evaluation_messages(3), 3)
     return [value for kind in columns.values() for value in kind["test_loss"].tolist()]
+
+
+def test_a_run_resumes_on_the_gpu(tmp_path: Path) -> None:
+    class Stop(perfed.Callback):
+        def on_round(self, report: perfed.runs.RoundReport) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        perfed.run(
+            tiny(), tmp_path / "run", device="cuda", callbacks=[Stop()], checkpoint_seconds=0
+        )
+    assert perfed.resume(tmp_path / "run", device="cuda").summary["finished"]
 
 
 @pytest.mark.parametrize("name", list(perfed.algorithms))

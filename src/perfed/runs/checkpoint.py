@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from perfed.core import tensorfile
 from perfed.core.channel import Traffic
 from perfed.core.errors import RunError
@@ -65,14 +67,14 @@ class Checkpoints:
             if path.name not in named:
                 path.unlink()
 
-    def load(self) -> tuple[Progress, dict[int, ClientRecord]] | None:
-        """The newest checkpoint; None where the run has none yet."""
+    def load(self, device: torch.device) -> tuple[Progress, dict[int, ClientRecord]] | None:
+        """The newest checkpoint, on ``device``; None where the run has none yet."""
         if not (self._folder / "manifest.json").is_file():
             return None
         manifest = self._directory.read_json("checkpoint/manifest.json")
         try:
             self._files = manifest["files"]
-            trees = {name: self._read(entry) for name, entry in self._files.items()}
+            trees = {name: self._read(entry, device) for name, entry in self._files.items()}
             progress = Progress(
                 next_round=manifest["next_round"],
                 state=trees.pop("server"),
@@ -96,6 +98,7 @@ class Checkpoints:
         checksum = tensorfile.save(self._folder / file, flatten(tree))
         self._files[name] = {"file": file, "checksum": checksum}
 
-    def _read(self, entry: Mapping[str, Any]) -> Tree:
+    def _read(self, entry: Mapping[str, Any], device: torch.device) -> Tree:
         path: Path = self._folder / entry["file"]
-        return unflatten(tensorfile.load(path, entry["checksum"]))
+        tensors = tensorfile.load(path, entry["checksum"])
+        return unflatten({name: tensor.to(device) for name, tensor in tensors.items()})

@@ -148,7 +148,7 @@ class Simulation:
                     "one; the dataset or the version of perfed has changed"
                 )
             checkpoints = Checkpoints(directory)
-            saved = checkpoints.load()
+            saved = checkpoints.load(self.device)
             if saved is not None:
                 self.progress, records = saved
                 self.engine.commit(records)
