@@ -57,32 +57,45 @@ def batchnorm() -> str:
     return "\n".join([*lines, "", *notes])
 
 
-def size_groups(name: str) -> str:
-    """Mean test accuracy by training-set size, over the seeds."""
-    grouped: dict[str, dict[str, list[float]]] = {}
+def against_local(name: str) -> str:
+    """Points above local training, seed by seed, for all clients and by training-set size."""
+    accuracy: dict[str, dict[int, dict[str, float]]] = {}
     for run in result(name)["runs"]:
-        for kind in run["models"].values():
-            sizes = kind["last"]["test_accuracy_by_train_size"]
-            for size, accuracy in sizes.items():
-                grouped.setdefault(run["algorithm"], {}).setdefault(size, []).append(accuracy)
-            break
-    sizes = sorted({size for row in grouped.values() for size in row}, key=len)
-    lines = [
-        f"| | {' | '.join(f'{size} samples' for size in sizes)} |",
-        "|---" * (len(sizes) + 1) + "|",
-    ]
-    for algorithm, row in grouped.items():
-        cells = [f"{100 * statistics.mean(row[size]):.1f}" if size in row else "" for size in sizes]
+        last = next(iter(run["models"].values()))["last"]  # the model a client would use
+        groups = {"all": last["test_accuracy"]} | last["test_accuracy_by_train_size"]
+        accuracy.setdefault(run["algorithm"], {})[run["seed"]] = groups
+    sizes = sorted(
+        {g for runs in accuracy.values() for row in runs.values() for g in row}, key=size_order
+    )
+    head = " | ".join("all clients" if size == "all" else f"{size} samples" for size in sizes)
+    lines = [f"| | {head} |", "|---" * (len(sizes) + 1) + "|"]
+    for algorithm, runs in accuracy.items():
+        if algorithm in ("local", "majority"):
+            continue
+        cells = []
+        for size in sizes:
+            gains = [
+                100 * (row[size] - accuracy["local"][seed][size])
+                for seed, row in runs.items()
+                if size in row
+            ]
+            deviation = f" ± {statistics.stdev(gains):.1f}" if len(gains) > 1 else ""
+            cells.append(f"{statistics.mean(gains):+.1f}{deviation}")
         lines.append(f"| {algorithm} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def size_order(group: str) -> int:
+    """All clients first, then by size: "1-9", "10-99", "1000+"."""
+    return 0 if group == "all" else int(re.split("[-+]", group)[0])
 
 
 BLOCKS = {
     "digits-groups": lambda: comparison("digits-groups"),
     "all-algorithms": lambda: comparison("all_algorithms"),
     "digits-dirichlet": lambda: comparison("digits-dirichlet"),
-    "digits-dirichlet-sizes": lambda: size_groups("digits-dirichlet"),
-    "digits-groups-sizes": lambda: size_groups("all_algorithms"),
+    "digits-dirichlet-gains": lambda: against_local("digits-dirichlet"),
+    "digits-groups-gains": lambda: against_local("all_algorithms"),
     "batchnorm": batchnorm,
     "costs": lambda: "\n".join(["```", render_costs(result("costs")), "```"]),
 }
