@@ -53,7 +53,8 @@ def batchnorm() -> str:
             shown = " | ".join(by_mode[mode] for mode in ("separate", "private", "shared"))
             lines.append(f"| {title} | {setting} | {shown} |")
         seeds = sorted({seed for row in record["rows"] for seed in row["seeds"]})
-        notes.append(f"{title}: seeds {seeds}, {machine(record['environment'])}.")
+        source = f"{record['data']}; " if "data" in record else ""
+        notes.append(f"{title}: {source}seeds {seeds} {machine(record['environment'])}.")
     return "\n".join([*lines, "", *notes])
 
 
