@@ -160,6 +160,10 @@ def test_how_public_batches_treat_batchnorm(mode: str) -> None:
         assert torch.allclose(after.public_buffers["1.running_mean"], 0.1 * public, atol=1e-12)
     else:
         assert after.public_buffers == {}
+    used = after.public_buffers if mode == "separate" else after.buffers
+    module = engine.modules["cnn(batchnorm=True)"].eval()
+    logits = torch.func.functional_call(module, after.params | used, (engine.public_x,))
+    assert torch.allclose(client.soft_decisions(after), logits.softmax(1), atol=1e-12)
 
 
 def test_a_client_keeps_its_model_and_buffers_until_drawn_again() -> None:
