@@ -7,11 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from perfed import Experiment
 from perfed.core.channel import Channel
 from perfed.core.schema import from_mapping
 from perfed.runs.simulation import Simulation
+
+# A machine may be busy: how long an example takes says nothing about whether it is right.
+settings.register_profile("perfed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("perfed")
 
 TINY: dict[str, Any] = {
     "rounds": 3,

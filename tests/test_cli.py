@@ -162,12 +162,21 @@ def test_list_names_everything_with_a_meaning(
     assert perfed(monkeypatch, "--version") == 0
 
 
+# A job in the background starts with Ctrl-C ignored, and so would its children.
+INTERRUPTIBLE = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from perfed.cli import main
+main()
+"""
+
+
 def test_ctrl_c_leaves_a_resumable_run_and_says_how(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: Path
 ) -> None:
     run = tmp_path / "run"
     process = subprocess.Popen(
-        [sys.executable, "-m", "perfed", "run", str(config), f"--out={run}", "--set=rounds=150"],
+        [sys.executable, "-c", INTERRUPTIBLE, "run", config, f"--out={run}", "--set=rounds=150"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -38,7 +38,7 @@ def any_partition(draw: st.DrawFn) -> Partition:
     return partitions.build(options)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     partition=any_partition(),
     clients=st.integers(3, 60),
@@ -59,7 +59,7 @@ def test_every_sample_goes_to_one_client_and_the_seed_decides(
     assert (owner == owners(partition, labels, classes, clients, seed)).all()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(alpha=alphas, clients=st.integers(1, 1000), seed=st.integers(0, 999))
 def test_the_papers_partition_ends_at_any_skew_and_any_number_of_clients(
     alpha: float, clients: int, seed: int

@@ -20,7 +20,7 @@ from perfed.runs.directory import RunDirectory
 from tests.conftest import TINY, tiny
 
 HETEROGENEOUS = TINY | {
-    "rounds": 12,
+    "rounds": 30,
     "models": {"architectures": ["mlp", {"name": "cnn", "batchnorm": True}]},
     "training": {"steps": 3, "public_batchnorm": "separate"},
 }
@@ -67,7 +67,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_bits(
         rounds = _lines(run)
         while process.poll() is None and _lines(run) <= rounds:
             time.sleep(0.002)  # let it reach a round of its own
-        time.sleep(moments.uniform(0, 0.25))
+        time.sleep(moments.uniform(0, 0.1))
         if process.poll() is not None or kills == 4:
             break
         process.send_signal(signal.SIGKILL)

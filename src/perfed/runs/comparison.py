@@ -84,8 +84,10 @@ def compare(
     checkpoint_seconds: float = CHECKPOINT_SECONDS,
 ) -> ComparisonResult:
     """Run every algorithm with every seed, in a new directory."""
+    first = comparison.experiments()[0]
     for experiment in comparison.experiments():  # what cannot run must not start
-        Simulation(experiment, device=device)
+        if experiment.algorithm == first.algorithm or experiment.seed == first.seed:
+            Simulation(experiment, device=device)
     path = Path(directory) if directory else default_path(comparison.experiment.name)
     make_directory(path)
     RunDirectory(path).write_yaml(FILE, comparison.to_mapping())
