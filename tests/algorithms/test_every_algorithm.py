@@ -110,7 +110,12 @@ def test_a_client_first_drawn_in_round_300_starts_as_the_method_says() -> None:
     alone.algorithm.client_round(client, Message(model=client.weights))
     with_pull = moved - client.weights.params["1.weight"]
     assert 0 < float(with_pull.abs().max()) < 0.1  # near what it would have learned by itself
-    assert late("fedfomo").engine.records[5].state["before"] is not None
+    # FedFomo: what it had before its first training is what it got by mixing, or its initial model.
+    fomo = late("fedfomo")
+    start = fomo.engine.records[5].state["before"]
+    client = fomo.engine._client(5, 300)
+    again = client.sgd(start, perfed.core.algorithm.supervised)
+    assert torch.equal(again.params["1.weight"], client.weights.params["1.weight"])
 
 
 @pytest.mark.parametrize("name", ALL)
