@@ -16,8 +16,15 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.table import Table
 
 import perfed
-from perfed.config import Comparison, Experiment, load_yaml, parse, preset_names, read_mapping
-from perfed.config import apply_override as override
+from perfed.config import (
+    Comparison,
+    Experiment,
+    load_yaml,
+    overridden,
+    parse,
+    preset_names,
+    read_mapping,
+)
 from perfed.core.errors import ConfigError, Diverged, PerfedError
 from perfed.core.registry import Registry
 from perfed.paper import costs
@@ -73,10 +80,7 @@ def run(
             raise ConfigError("takes no FILE, --set or --out: the run has its own", "--resume")
         _execute(None, resume, as_json, device, checkpoint_seconds)
     else:
-        values = read_mapping(file)
-        for text in set_ or ():
-            override(values, text)
-        what = parse(values)
+        what = perfed.load(file, set_ or ())
         _execute(what, _target(what, out), as_json, device, checkpoint_seconds)
 
 
@@ -97,9 +101,7 @@ def compare(
     checkpoint_seconds: CheckpointOption = CHECKPOINT_SECONDS,
 ) -> None:
     """Run several algorithms with several seeds: one table, mean ± standard deviation."""
-    values = read_mapping(file)
-    for text in set_ or ():
-        override(values, text)
+    values = overridden(file, set_ or ())
     if algorithm:
         values.pop("algorithm", None)
         values["algorithms"] = [_parse_algorithm(text) for text in algorithm]
@@ -218,15 +220,14 @@ def _execute(
 
 
 def _print_end(console: Console, result: Result | ComparisonResult, as_json: bool) -> None:
-    results = result.results if isinstance(result, ComparisonResult) else [result]
     if as_json:
         print(json.dumps(result.record(), indent=1, allow_nan=False))
-    if not results:
-        raise Diverged("; ".join(result.failures) if isinstance(result, ComparisonResult) else "")
+    if not result.results:
+        raise Diverged("; ".join(result.failures))
     if as_json:
         return
-    print_table(console, [one.summary for one in results])
-    for failure in result.failures if isinstance(result, ComparisonResult) else ():
+    print_table(console, [one.summary for one in result.results])
+    for failure in result.failures:
         console.print(failure, soft_wrap=True, highlight=False)
     console.print(f"figure: {result.plot()}", soft_wrap=True, highlight=False)
     console.print(f"run directory: {result.path}", soft_wrap=True, highlight=False)
@@ -289,6 +290,7 @@ class Display(Callback):
         self._task = TaskID(0)
         self._name = ""
         self._began = 0.0
+        self._first = 0
 
     def __enter__(self) -> Display:
         if self._bars:

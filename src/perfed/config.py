@@ -134,10 +134,15 @@ def parse(values: Mapping[str, Any]) -> Experiment | Comparison:
 
 def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Experiment | Comparison:
     """Read a YAML file or a preset (the default one without a name), and apply ``key=value``."""
+    return parse(overridden(path, overrides))
+
+
+def overridden(path: str | Path | None, overrides: Iterable[str]) -> dict[str, Any]:
+    """The keys and values of a file or preset after ``key=value``, not yet checked."""
     values = read_mapping(path)
     for text in overrides:
         apply_override(values, text)
-    return parse(values)
+    return values
 
 
 def read_mapping(path: str | Path | None) -> dict[str, Any]:

@@ -9,14 +9,13 @@ middle of the authors' grid {0.1, 1, 2}.
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from torch import Tensor
+from functools import partial
 
 from perfed.algorithms.fedavg import FedAvg
-from perfed.core.algorithm import Client, Judged, Network, Private, algorithms, supervised
+from perfed.algorithms.fedprox import held_near
+from perfed.core.algorithm import Client, Judged, algorithms, supervised
 from perfed.core.message import Message
 from perfed.core.schema import option
-from perfed.core.tree import squared_distance
 
 
 @algorithms.register("ditto")
@@ -26,17 +25,10 @@ class Ditto(FedAvg):
 
     def client_round(self, client: Client, message: Message) -> Message:
         start = message["model"]
-        client.weights = client.sgd(client.weights, self.objective, start.params, stream=0)
+        pulled = partial(held_near, self.weight)
+        client.weights = client.sgd(client.weights, pulled, start.params, stream=0)
         trained = client.sgd(start, supervised, stream=0)
         return Message(model=trained, samples=client.samples)
-
-    def objective(
-        self, model: Network, private: Private, public: None, start: dict[str, Tensor]
-    ) -> Tensor:
-        loss = supervised(model, private, public)
-        if self.weight == 0:  # local training, to the bit
-            return loss
-        return loss + self.weight / 2 * squared_distance(model.params, start)
 
     def models(self, client: Client, message: Message) -> dict[str, Judged]:
         return {"personal": client.weights, "global": message["model"]}

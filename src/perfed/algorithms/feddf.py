@@ -19,7 +19,7 @@ from torch.func import functional_call
 from torch.nn.functional import kl_div, log_softmax
 
 from perfed.algorithms.fedavg import FedAvg, average_by_architecture
-from perfed.core.algorithm import Reply, Server, algorithms
+from perfed.core.algorithm import Reply, Server, algorithms, trainable
 from perfed.core.schema import option
 from perfed.core.streams import stream_key, uniform_indices
 from perfed.core.tree import Tree, Weights
@@ -51,9 +51,7 @@ class FedDF(FedAvg):
     ) -> Weights:
         module = server.modules[architecture].train()
         student = student.clone()
-        trainable = {name for name, param in module.named_parameters() if param.requires_grad}
-        params = [p.requires_grad_() for name, p in student.params.items() if name in trainable]
-        optimizer = torch.optim.Adam(params, lr=self.rate)
+        optimizer = torch.optim.Adam(trainable(module, student), lr=self.rate)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.steps)
         key = stream_key(server.seed, f"server/distillation/{architecture}", round=server.round)
         public = server.public_x

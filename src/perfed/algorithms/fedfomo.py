@@ -36,7 +36,7 @@ from perfed.core.algorithm import (
 from perfed.core.message import Message
 from perfed.core.schema import option
 from perfed.core.streams import numpy_stream
-from perfed.core.tree import Tree, Weights, squared_distance
+from perfed.core.tree import Tree, Weights, combine, squared_distance
 
 
 @algorithms.register("fedfomo")
@@ -114,15 +114,10 @@ class FedFomo(Algorithm):
 def mix(models: list[Weights], shares: Tensor) -> Weights:
     """The mean of models by shares that sum to one, buffers included."""
 
-    def mean(tensors: list[Tensor]) -> Tensor:
+    def mean(tensors: Sequence[Tensor]) -> Tensor:
         total = torch.zeros_like(tensors[0], dtype=shares.dtype)
         for share, tensor in zip(shares, tensors, strict=True):
             total = total + share * tensor
         return (total if tensors[0].is_floating_point() else total.round()).to(tensors[0].dtype)
 
-    return Weights(
-        *(
-            {name: mean([part[name] for part in parts]) for name in parts[0]}
-            for parts in zip(*models, strict=True)
-        )
-    )
+    return combine(models, mean)

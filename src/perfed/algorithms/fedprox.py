@@ -8,6 +8,7 @@ not simulated. μ=1 is the value its authors found best on three of their five d
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
@@ -25,13 +26,13 @@ class FedProx(FedAvg):
 
     def client_round(self, client: Client, message: Message) -> Message:
         start = message["model"]
-        trained = client.sgd(start, self.objective, start.params)
+        trained = client.sgd(start, partial(held_near, self.proximal), start.params)
         return Message(model=trained, samples=client.samples)
 
-    def objective(
-        self, model: Network, private: Private, public: None, start: dict[str, Tensor]
-    ) -> Tensor:
-        loss = supervised(model, private, public)
-        if self.proximal == 0:  # FedAvg, to the bit
-            return loss
-        return loss + self.proximal / 2 * squared_distance(model.params, start)
+
+def held_near(
+    weight: float, model: Network, private: Private, public: None, anchor: dict[str, Tensor]
+) -> Tensor:
+    """The plain objective and weight/2·‖w − anchor‖²; with no weight the plain one, to the bit."""
+    loss = supervised(model, private, public)
+    return loss + weight / 2 * squared_distance(model.params, anchor) if weight else loss

@@ -27,7 +27,7 @@ from perfed.core.algorithm import (
 )
 from perfed.core.message import Message
 from perfed.core.schema import option
-from perfed.core.tree import Tree, Weights
+from perfed.core.tree import Tree, Weights, combine
 
 
 @algorithms.register("hypcluster")
@@ -78,8 +78,4 @@ def choose(client: Client, message: Message) -> tuple[torch.Tensor, Weights]:
     received = message["models"]
     models: list[Weights] = [received[str(n)] for n in range(len(received))]
     cluster = torch.stack([client.loss(model, "train") for model in models]).argmin()
-    chosen = (
-        {name: torch.stack([part[name] for part in parts])[cluster] for name in parts[0]}
-        for parts in zip(*models, strict=True)
-    )
-    return cluster, Weights(*chosen)
+    return cluster, combine(models, lambda tensors: torch.stack(list(tensors))[cluster])

@@ -31,7 +31,7 @@ from torch.func import functional_call
 from perfed.core.message import Message
 from perfed.core.registry import Component, Registry
 from perfed.core.streams import numpy_stream
-from perfed.core.tree import Tree, Weights
+from perfed.core.tree import Tree, Weights, combine
 
 
 @dataclass(frozen=True)
@@ -237,9 +237,10 @@ def weighted_average(weights: Sequence[Weights], amounts: Sequence[float]) -> We
         whole = not tensors[0].is_floating_point()  # BatchNorm's count of batches
         return (total.round() if whole else total).to(tensors[0].dtype)
 
-    return Weights(
-        *(
-            {name: mean([part[name] for part in parts]) for name in parts[0]}
-            for parts in zip(*weights, strict=True)
-        )
-    )
+    return combine(weights, mean)
+
+
+def trainable(module: nn.Module, weights: Weights) -> list[Tensor]:
+    """The parameters in ``weights`` that ``module`` does not freeze, ready for a gradient."""
+    free = {name for name, param in module.named_parameters() if param.requires_grad}
+    return [param.requires_grad_() for name, param in weights.params.items() if name in free]

@@ -7,7 +7,7 @@ nested dictionaries whose leaves are tensors, and in which a model's tensors are
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +37,16 @@ def squared_distance(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) ->
 def inner_product(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> Tensor:
     """⟨left, right⟩ over all tensors."""
     return torch.stack([(left[name] * right[name]).sum() for name in left]).sum()
+
+
+def combine(models: Sequence[Weights], function: Callable[[Sequence[Tensor]], Tensor]) -> Weights:
+    """A model made, tensor by tensor, from the corresponding tensors of several."""
+    return Weights(
+        *(
+            {name: function([part[name] for part in parts]) for name in parts[0]}
+            for parts in zip(*models, strict=True)
+        )
+    )
 
 
 Tree = dict[str, Any]  # str → Tensor | Weights | Tree

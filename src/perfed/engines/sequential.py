@@ -24,6 +24,7 @@ from perfed.core.algorithm import (
     Objective,
     Private,
     Public,
+    trainable,
 )
 from perfed.core.message import Message
 from perfed.core.metrics import PARTS
@@ -239,8 +240,7 @@ class SequentialClient:
         engine = self._engine
         module = engine.modules[self._architecture].train()
         weights = weights.clone()  # what the caller holds stays as it is
-        trainable = {name for name, param in module.named_parameters() if param.requires_grad}
-        params = [p.requires_grad_() for name, p in weights.params.items() if name in trainable]
+        params = trainable(module, weights)
         network = Network(module, weights, engine.training.public_batchnorm)
         rate = self.learning_rate if rate is None else rate
         if stream is None:
