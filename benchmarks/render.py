@@ -58,6 +58,29 @@ def batchnorm() -> str:
     return "\n".join([*lines, "", *notes])
 
 
+def tuning() -> str:
+    """Validation accuracy by step size, and how many seeds diverged."""
+    rates = ("0.1", "0.2")
+    cells: dict[str, dict[str, str]] = {}
+    for rate in rates:
+        record = result(f"tuning_{rate}")
+        values: dict[str, list[float]] = {}
+        for run in record["runs"]:
+            last = next(iter(run["models"].values()))["last"]
+            values.setdefault(run["algorithm"], []).append(last["validation_accuracy"])
+        for algorithm, found in values.items():
+            cells.setdefault(algorithm, {})[rate] = spread(found)
+        for failure in record["failures"]:
+            algorithm = failure.partition(", seed")[0]
+            row = cells.setdefault(algorithm, {})
+            lost = sum(other.startswith(f"{algorithm}, seed") for other in record["failures"])
+            row[rate] = f"{lost} of {lost + len(values.get(algorithm, []))} seeds diverged"
+    lines = [f"| | {' | '.join(f'η = {rate}' for rate in rates)} |", "|---|---|---|"]
+    for algorithm, row in cells.items():
+        lines.append(f"| {algorithm} | {' | '.join(row[rate] for rate in rates)} |")
+    return "\n".join(lines)
+
+
 def against_local(name: str) -> str:
     """Points above local training, seed by seed, for all clients and by training-set size."""
     accuracy: dict[str, dict[int, dict[str, float]]] = {}
@@ -98,6 +121,7 @@ BLOCKS = {
     "digits-dirichlet-gains": lambda: against_local("digits-dirichlet"),
     "digits-groups-gains": lambda: against_local("all_algorithms"),
     "batchnorm": batchnorm,
+    "tuning": tuning,
     "costs": lambda: "\n".join(["```", render_costs(result("costs")), "```"]),
 }
 
