@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, settings
 from perfed import Experiment
 from perfed.core.channel import Channel
 from perfed.core.schema import from_mapping
+from perfed.engines import Execution
 from perfed.runs.simulation import Simulation
 
 # A machine may be busy: how long an example takes says nothing about whether it is right.
@@ -35,8 +36,13 @@ def tiny(**changes: Any) -> Experiment:
     return from_mapping(Experiment, TINY | changes)
 
 
-def simulate(**changes: Any) -> Simulation:
-    return Simulation(tiny(**changes))
+SEQUENTIAL = Execution(engine="sequential", device="cpu")
+STACKED = Execution(engine="stacked", device="cpu")
+
+
+def simulate(how: Execution = SEQUENTIAL, **changes: Any) -> Simulation:
+    """On the reference engine, unless told otherwise."""
+    return Simulation(tiny(**changes), how=how)
 
 
 def played(rounds: int, channel: Channel | None = None, **changes: Any) -> Simulation:

@@ -14,6 +14,7 @@ from perfed.core.errors import PerfedError
 from perfed.core.message import Message
 from perfed.core.tree import Weights
 from perfed.data import Split, datasets, partitions
+from perfed.engines import Execution
 from perfed.models import Models, architectures
 from perfed.runs import Callback, ComparisonResult, Result, compare, resume, run
 
@@ -27,6 +28,7 @@ __all__ = [
     "Callback",
     "Comparison",
     "ComparisonResult",
+    "Execution",
     "Experiment",
     "Message",
     "Models",

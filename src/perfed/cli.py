@@ -27,13 +27,14 @@ from perfed.config import (
 )
 from perfed.core.errors import ConfigError, Diverged, PerfedError
 from perfed.core.registry import Registry
+from perfed.core.schema import from_mapping
+from perfed.engines import Execution
 from perfed.paper import costs
 from perfed.report.tables import FOOTNOTE, HEADER, cells, quantity, rows, summary_table
 from perfed.runs import Callback, ComparisonResult, Result, RoundReport
 from perfed.runs.comparison import FILE as COMPARISON_FILE
 from perfed.runs.comparison import resume_comparison
 from perfed.runs.directory import default_path
-from perfed.runs.simulation import CHECKPOINT_SECONDS
 
 app = typer.Typer(
     help="Personalized federated learning for clients that differ in data and in model.",
@@ -55,10 +56,20 @@ OutOption = Annotated[
     typer.Option("--out", help="Where the run goes; runs/<name>-<time> unless told otherwise."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the final summary as JSON only.")]
+EngineOption = Annotated[
+    str,
+    typer.Option("--engine", help="sequential (one client after another), stacked (all as one)"),
+]
 DeviceOption = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, …")]
+PrecisionOption = Annotated[
+    str, typer.Option("--precision", help="float32, tf32 or bf16; auto is float32")
+]
+StoreOption = Annotated[
+    float | None,
+    typer.Option("--store-limit", metavar="MIB", help="Client models in memory; the rest on disk."),
+]
 CheckpointOption = Annotated[
-    float,
-    typer.Option("--checkpoint-seconds", min=0, help="A checkpoint at most every so many seconds."),
+    float, typer.Option("--checkpoint-seconds", help="A checkpoint at most every so many seconds.")
 ]
 
 
@@ -71,17 +82,21 @@ def run(
         Path | None, typer.Option("--resume", help="Continue this run or comparison.")
     ] = None,
     as_json: JsonOption = False,
-    device: DeviceOption = "cpu",
-    checkpoint_seconds: CheckpointOption = CHECKPOINT_SECONDS,
+    engine: EngineOption = "auto",
+    device: DeviceOption = "auto",
+    precision: PrecisionOption = "auto",
+    store_limit: StoreOption = None,
+    checkpoint_seconds: CheckpointOption = 10.0,
 ) -> None:
     """Run an experiment; without a FILE, the embedded example (a minute on a laptop)."""
+    how = _execution(engine, device, precision, store_limit, checkpoint_seconds)
     if resume is not None:
         if file or set_ or out:
             raise ConfigError("takes no FILE, --set or --out: the run has its own", "--resume")
-        _execute(None, resume, as_json, device, checkpoint_seconds)
+        _execute(None, resume, as_json, how)
     else:
         what = perfed.load(file, set_ or ())
-        _execute(what, _target(what, out), as_json, device, checkpoint_seconds)
+        _execute(what, _target(what, out), as_json, how)
 
 
 @app.command()
@@ -97,8 +112,15 @@ def compare(
     set_: SetOption = None,
     out: OutOption = None,
     as_json: JsonOption = False,
-    device: DeviceOption = "cpu",
-    checkpoint_seconds: CheckpointOption = CHECKPOINT_SECONDS,
+    side_by_side: Annotated[
+        bool,
+        typer.Option("--side-by-side", help="All seeds of an algorithm at once, as one stack."),
+    ] = False,
+    engine: EngineOption = "auto",
+    device: DeviceOption = "auto",
+    precision: PrecisionOption = "auto",
+    store_limit: StoreOption = None,
+    checkpoint_seconds: CheckpointOption = 10.0,
 ) -> None:
     """Run several algorithms with several seeds: one table, mean ± standard deviation."""
     values = overridden(file, set_ or ())
@@ -112,7 +134,8 @@ def compare(
         values["seeds"] = _parse_seeds(seeds)
     values.setdefault("algorithms", ["perfed-ckt"])
     what = parse(values)
-    _execute(what, _target(what, out), as_json, device, checkpoint_seconds)
+    how = _execution(engine, device, precision, store_limit, checkpoint_seconds)
+    _execute(what, _target(what, out), as_json, how, side_by_side)
 
 
 @app.command("list")
@@ -187,25 +210,41 @@ def _target(what: Experiment | Comparison, out: Path | None) -> Path:
     return out or default_path(name)
 
 
+def _execution(
+    engine: str,
+    device: str,
+    precision: str,
+    store_limit: float | None,
+    checkpoint_seconds: float,
+) -> Execution:
+    values = {
+        "engine": engine,
+        "device": device,
+        "precision": precision,
+        "store_limit": float("inf") if store_limit is None else store_limit,
+        "checkpoint_seconds": checkpoint_seconds,
+    }
+    try:
+        return from_mapping(Execution, values)
+    except ConfigError as error:
+        raise ConfigError(error.message, "--" + error.where.replace("_", "-")) from None
+
+
 def _execute(
     what: Experiment | Comparison | None,
     path: Path,
     as_json: bool,
-    device: str,
-    checkpoint_seconds: float,
+    how: Execution,
+    side_by_side: bool = False,
 ) -> None:
     """Start ``what`` in ``path``, or continue what is there, and print how it ended."""
     console = Console(stderr=as_json)
     result: Result | ComparisonResult
     try:
         with Display(console) as display:
-            common: dict[str, Any] = {
-                "callbacks": [display],
-                "device": device,
-                "checkpoint_seconds": checkpoint_seconds,
-            }
+            common: dict[str, Any] = {"callbacks": [display], "how": how}
             if isinstance(what, Comparison):
-                result = perfed.compare(what, path, **common)
+                result = perfed.compare(what, path, **common, side_by_side=side_by_side)
             elif what is not None:
                 result = perfed.run(what, path, **common)
             elif (path / COMPARISON_FILE).is_file():

@@ -23,6 +23,7 @@ import pytest
 import torch
 
 import perfed
+from perfed import Execution
 from perfed.algorithms.fedprox import held_near
 from perfed.core.channel import Channel
 from perfed.core.message import Message
@@ -59,10 +60,12 @@ def test_resumed_after_every_round_it_ends_with_the_same_bits(name: str, tmp_pat
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        perfed.run(experiment, tmp_path / "cut", callbacks=[Stop()], checkpoint_seconds=0)
+        perfed.run(
+            experiment, tmp_path / "cut", callbacks=[Stop()], how=Execution(checkpoint_seconds=0)
+        )
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
-            perfed.resume(tmp_path / "cut", callbacks=[Stop()], checkpoint_seconds=0)
+            perfed.resume(tmp_path / "cut", callbacks=[Stop()], how=Execution(checkpoint_seconds=0))
     perfed.resume(tmp_path / "cut")
     for file in ("rounds.jsonl", "clients.jsonl", "summary.json"):
         assert (tmp_path / "cut" / file).read_bytes() == (whole.path / file).read_bytes()
@@ -99,20 +102,24 @@ def test_a_client_first_drawn_in_round_300_starts_as_the_method_says() -> None:
 
     # SCAFFOLD: c_i was zero, so its new one is (x − y)/(τη) − c, and c still is the mean.
     scaffold, _ = late("scaffold")
-    controls = [record.state["control"]["1.weight"] for record in scaffold.engine.records.values()]
+    controls = [
+        record.state["control"]["1.weight"] for record in scaffold.population.records.values()
+    ]
     mean = sum(controls) / 6
     assert torch.allclose(scaffold.progress.state["mlp"]["control"]["1.weight"], mean, atol=1e-6)
     # Ditto: its personal model made its first steps from the initial one, not from the global.
     ditto, before = late("ditto")
-    fresh = simulate(algorithm="ditto", models={"architectures": ["mlp"]}).engine._client(5, 300)
-    first = ditto.engine.initial_weights("mlp")
+    fresh = simulate(algorithm="ditto", models={"architectures": ["mlp"]}).population._client(
+        5, 300
+    )
+    first = ditto.population.initial_weights("mlp")
     expected = fresh.sgd(first, partial(held_near, 1.0), before["mlp"].params)
-    kept = ditto.engine.records[5].weights.params["1.weight"]
+    kept = ditto.population.records[5].weights.params["1.weight"]
     assert torch.equal(kept, expected.params["1.weight"])
     # FedFomo: what it had before its first training is what it got by mixing, or its initial model.
     fomo, _ = late("fedfomo")
-    start = fomo.engine.records[5].state["before"]
-    client = fomo.engine._client(5, 300)
+    start = fomo.population.records[5].state["before"]
+    client = fomo.population._client(5, 300)
     again = client.sgd(start, perfed.core.algorithm.supervised)
     assert torch.equal(again.params["1.weight"], client.weights.params["1.weight"])
 
@@ -147,7 +154,7 @@ def test_only_messages_cross(name: str, tmp_path: Path) -> None:
     outcomes = []
     for channel in (Channel(), Wire()):
         simulation = played(3, channel, algorithm=spec(name), models=MODELS)
-        columns = simulation.engine.evaluate(simulation._evaluation_messages(3), 3)
+        columns = simulation.population.evaluate(simulation._evaluation_messages(3), 3)
         outcomes.append({k: v.tolist() for kind in columns.values() for k, v in kind.items()})
     assert outcomes[0] == outcomes[1]
 
@@ -200,6 +207,6 @@ def test_batchnorm_buffers_are_averaged(name: str) -> None:
     """A global model whose running statistics stayed at their start would be useless."""
     simulation = played(1, algorithm=name, models={"architectures": [MODELS["architectures"][1]]})
     message = simulation._evaluation_messages(0)[0]
-    buffers = simulation.engine.models(0, message, 0)["global"].buffers  # type: ignore[union-attr]
+    buffers = simulation.population.models(0, message, 0)["global"].buffers  # type: ignore[union-attr]
     assert float(buffers["1.running_mean"].abs().sum()) > 0
     assert int(buffers["1.num_batches_tracked"]) >= 2

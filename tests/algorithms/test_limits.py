@@ -10,6 +10,8 @@ import torch
 import perfed
 from perfed.core.channel import Channel
 from perfed.core.message import Message
+from perfed.core.streams import stream_key
+from perfed.engines.base import Sgd
 from perfed.runs.simulation import Simulation
 from tests.conftest import played, simulate
 
@@ -25,7 +27,7 @@ def models(simulation: Simulation, kind: str, round: int = 3) -> list[dict[str, 
     messages = simulation._evaluation_messages(round)
     found = []
     for client, message in messages.items():
-        model = simulation.engine.models(client, message, round)[kind]
+        model = simulation.population.models(client, message, round)[kind]
         found.append(model.params | model.buffers)
     return found
 
@@ -92,7 +94,7 @@ def test_no_default_turns_a_method_into_another(algorithm: dict, base: Any) -> N
 def test_scaffolds_control_variates_stay_the_mean_of_the_clients() -> None:
     """c = 1/N Σ c_i over all N clients of an architecture, after any rounds (paper, eq. 5)."""
     simulation = after(5, "scaffold")
-    engine = simulation.engine
+    engine = simulation.population
     for architecture, count in simulation._population.items():
         control = simulation.progress.state[architecture]["control"]
         drawn = [
@@ -107,7 +109,7 @@ def test_scaffolds_control_variates_stay_the_mean_of_the_clients() -> None:
 
 
 @pytest.mark.usefixtures("float64")
-def test_scaffold_on_identical_clients_is_fedavg() -> None:
+def test_scaffold_on_identical_clients_is_fedavg(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where all clients make the same steps, c_i = c, and the correction is zero in effect."""
 
     def identical(algorithm: str) -> Simulation:
@@ -118,15 +120,9 @@ def test_scaffold_on_identical_clients_is_fedavg() -> None:
         for split in simulation.federation.splits[1:]:
             object.__setattr__(split, "train", one.train)
         # And the same mini-batches: every client is client 0 to the streams.
-        engine = simulation.engine
-        original = engine._client
-
-        def client(number: int, round: int) -> Any:
-            made = original(number, round)
-            made._id = 0
-            return made
-
-        engine._client = client  # type: ignore[method-assign]
+        monkeypatch.setattr(
+            Sgd, "_key", lambda self, what: stream_key(0, what, 0, self.client.round)
+        )
         simulation.begin(Channel())
         for round in range(4):
             simulation.play_round(round, Channel())
@@ -142,9 +138,9 @@ def test_scaffold_on_identical_clients_is_fedavg() -> None:
 def test_fedfomo_sent_only_its_own_model_is_local_training() -> None:
     """Shares of one and the same model: it, up to the rounding of their sum."""
     simulation = simulate(algorithm="fedfomo", models=MODELS)
-    engine, algorithm = simulation.engine, simulation.algorithm
+    engine, algorithm = simulation.population, simulation.algorithm
     local = simulate(algorithm=LOCAL, models=MODELS)
-    reference = local.engine
+    reference = local.population
     for round in range(4):
         own = engine._client(2, round).weights
         message = Message(candidates={"0": own, "1": own})
@@ -157,7 +153,7 @@ def test_fedfomo_sent_only_its_own_model_is_local_training() -> None:
 
 def test_fedfomo_ignores_candidates_that_do_not_help() -> None:
     simulation = simulate(algorithm="fedfomo", models={"architectures": ["mlp"]})
-    engine, weigh = simulation.engine, simulation.algorithm.weigh  # type: ignore[attr-defined]
+    engine, weigh = simulation.population, simulation.algorithm.weigh  # type: ignore[attr-defined]
     good = engine.initial_weights("mlp")
     bad = good._replace(params={n: t + 3 * torch.randn_like(t) for n, t in good.params.items()})
     client = engine._client(0, 0)
@@ -192,7 +188,7 @@ def test_fedfomo_explores_less_and_less_and_then_follows_affinity() -> None:
 
 def test_fedfomo_keeps_an_architectures_models_until_it_answers_again() -> None:
     simulation = simulate(algorithm="fedfomo", models=MODELS)
-    engine = simulation.engine
+    engine = simulation.population
     mlp, cnn = (engine.architectures.index(a) for a in ("mlp", "cnn(batchnorm=True)"))
     for round, client in enumerate((mlp, cnn)):
         model = engine._client(client, 0).weights
@@ -210,10 +206,11 @@ def test_feddf_students_approach_the_ensemble() -> None:
     longer = perfed.algorithms.build({"name": "feddf", "steps": 200, "rate": 0.01})
 
     def divergence(architecture: str, weights: Any) -> float:
-        logits = simulation.engine.logits(architecture, weights, simulation.engine.public_x)
-        return float(
-            torch.nn.functional.kl_div(logits.log_softmax(1), teacher, reduction="batchmean")
+        client = simulation.population._client(
+            simulation.population.architectures.index(architecture), 0
         )
+        said = client.soft_decisions(weights).log()
+        return float(torch.nn.functional.kl_div(said, teacher, reduction="batchmean"))
 
     for architecture, student in simulation.progress.state.items():
         taught = longer.distil(server, architecture, student, teacher)  # type: ignore[attr-defined]
@@ -223,7 +220,7 @@ def test_feddf_students_approach_the_ensemble() -> None:
 def test_hypclusters_empty_cluster_stays_as_it_was() -> None:
     simulation = simulate(algorithm={"name": "hypcluster", "clusters": 3})
     state = simulation.progress.state = simulation.algorithm.start(simulation._server(-1))
-    architecture = simulation.engine.architectures[0]
+    architecture = simulation.population.architectures[0]
     other = state[architecture]["1"].clone()
     simulation._merge(0, {0: Message(model=other, cluster=torch.tensor(2), samples=5)})
     now = simulation.progress.state[architecture]
@@ -236,15 +233,15 @@ def test_hypclusters_models_start_different_and_are_chosen_by_training_loss() ->
     simulation = simulate(algorithm={"name": "hypcluster", "clusters": 3})
     state = simulation.progress.state = simulation.algorithm.start(simulation._server(-1))
     weights = [
-        state[simulation.engine.architectures[0]][str(c)].params["1.weight"] for c in range(3)
+        state[simulation.population.architectures[0]][str(c)].params["1.weight"] for c in range(3)
     ]
     assert not torch.equal(weights[0], weights[1])
     # Labels of the test part are made useless; the choice must not change.
     message = simulation._evaluation_messages(0)[0]
-    before = simulation.engine.models(0, message, 0)["personal"].params["1.weight"]
+    before = simulation.population.models(0, message, 0)["personal"].params["1.weight"]
     test = torch.as_tensor(simulation.federation.splits[0].test)
-    simulation.engine.y[test] = (simulation.engine.y[test] + 5) % 10
-    after_ = simulation.engine.models(0, message, 0)["personal"].params["1.weight"]
+    simulation.population.y[test] = (simulation.population.y[test] + 5) % 10
+    after_ = simulation.population.models(0, message, 0)["personal"].params["1.weight"]
     assert torch.equal(before, after_)
 
 
@@ -258,7 +255,7 @@ def test_no_algorithm_looks_at_test_data(name: str, tmp_path: Path) -> None:
         if spoil:
             for split in simulation.federation.splits:
                 where = torch.as_tensor(split.test)
-                simulation.engine.y[where] = (simulation.engine.y[where] + 1) % 10
+                simulation.population.y[where] = (simulation.population.y[where] + 1) % 10
         simulation.begin(Channel())
         for round in range(3):
             simulation.play_round(round, Channel())
@@ -266,7 +263,7 @@ def test_no_algorithm_looks_at_test_data(name: str, tmp_path: Path) -> None:
         judged = [
             model
             for k, m in messages.items()
-            for model in simulation.engine.models(k, m, 3).values()
+            for model in simulation.population.models(k, m, 3).values()
         ]
         return [m.params if hasattr(m, "params") else {"logits": m.logits} for m in judged]
 

@@ -115,10 +115,10 @@ class World:
 
     def judged(self, client: int, round: int) -> dict[str, Any]:
         message = self.simulation._evaluation_messages(round)[client]
-        return self.simulation.engine.models(client, message, round)
+        return self.simulation.population.models(client, message, round)
 
     def initial(self, number: int = 0) -> Array:
-        return stacked(self.simulation.engine.initial_weights(LINEAR, number).params)
+        return stacked(self.simulation.population.initial_weights(LINEAR, number).params)
 
     def data(self, client: int, part: str) -> Batch:
         where = getattr(self.splits[client], part)
@@ -184,7 +184,7 @@ def test_scaffold() -> None:
         assert_equal(world.state[LINEAR]["model"], x)
         assert_equal(world.state[LINEAR]["control"], c)
         for k in drawn:
-            assert_equal(world.simulation.engine.records[k].state["control"], controls[k])
+            assert_equal(world.simulation.population.records[k].state["control"], controls[k])
         again, seen = seen & set(drawn), seen | set(drawn)
         assert again or t == 0  # a client came back with a control variate of its own
     np.testing.assert_allclose(c, sum(controls.values()) / CLIENTS, atol=1e-12)
@@ -246,7 +246,7 @@ def test_hypcluster() -> None:
         for k in drawn:
             losses = [loss(θ, world.data(k, "train")) for θ in models]
             choice[k] = int(np.argmin(losses))
-            assert int(world.simulation.engine.records[k].state["cluster"]) == choice[k]
+            assert int(world.simulation.population.records[k].state["cluster"]) == choice[k]
         for cluster in set(choice.values()):
             start = models[cluster]
             models[cluster] = world.mean(
@@ -352,7 +352,7 @@ def test_feddf(hidden: int | None) -> None:
 
     x = world.initial()
     for t, drawn in world.rounds(2, channel):
-        linear = [k for k in drawn if world.simulation.engine.architectures[k] == LINEAR]
+        linear = [k for k in drawn if world.simulation.population.architectures[k] == LINEAR]
         assert linear
         assert (len(linear) < len(drawn)) == bool(hidden)
         received = {k: descend(x, world.batches(k, t), rate_in(t)) for k in linear}

@@ -34,7 +34,7 @@ def test_one_step_is_the_papers_update_rule() -> None:
             "public_batch_size": public_batch,
         },
     )
-    engine, client = simulation.engine, 1
+    engine, client = simulation.population, 1
     centroids = torch.rand(2, 30, 10).softmax(-1)
     replies, records = engine.run(
         simulation.algorithm.client_round, {client: Message(centroids=centroids)}, round
@@ -114,14 +114,15 @@ def test_one_cluster_teaches_the_plain_mean() -> None:
 def test_soft_decisions_are_probabilities_in_evaluation_mode() -> None:
     models = {"architectures": [{"name": "cnn", "batchnorm": True}]}
     simulation = simulate(models=models)
-    client = simulation.engine._client(0, 0)
+    client = simulation.population._client(0, 0)
     first, second = client.soft_decisions(), client.soft_decisions()
     assert first.shape == (30, 10)
     assert torch.allclose(first.sum(1), torch.ones(30))
     assert torch.equal(first, second)  # nothing moved
     trained = client.sgd(client.weights, simulation.algorithm.objective, first)
-    alone = simulation.engine.logits("cnn(batchnorm=True)", trained, simulation.engine.public_x[:1])
-    together = simulation.engine.logits("cnn(batchnorm=True)", trained, simulation.engine.public_x)
+    together = client.soft_decisions(trained)
+    simulation.population.public_x = simulation.population.public_x[:1]
+    alone = client.soft_decisions(trained)
     assert torch.allclose(alone[0], together[0], atol=1e-5)  # no batch statistics in it
 
 
@@ -133,7 +134,7 @@ def test_how_public_batches_treat_batchnorm(mode: str) -> None:
         models={"architectures": [{"name": "cnn", "batchnorm": True}]},
         training={"steps": 1, "batch_size": 4, "public_batch_size": 6, "public_batchnorm": mode},
     )
-    engine = simulation.engine
+    engine = simulation.population
     client = engine._client(0, 0)
     seen: dict[str, torch.Tensor] = {}
 
@@ -168,7 +169,7 @@ def test_how_public_batches_treat_batchnorm(mode: str) -> None:
 
 def test_a_client_keeps_its_model_and_buffers_until_drawn_again() -> None:
     simulation = simulate(models={"architectures": [{"name": "cnn", "batchnorm": True}]})
-    engine, task = simulation.engine, simulation.algorithm.client_round
+    engine, task = simulation.population, simulation.algorithm.client_round
     message = Message(centroids=torch.full((1, 30, 10), 0.1))
     _, records = engine.run(task, {0: message}, 0)
     engine.commit(records)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import perfed
+from perfed import Execution
 from perfed.core.channel import Channel
 from perfed.runs.simulation import Simulation
 from tests.conftest import tiny
@@ -13,15 +14,17 @@ from tests.conftest import tiny
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 
 
-def losses(name: str, device: str) -> list[float]:
+def losses(name: str, device: str, engine: str) -> list[float]:
     spec = {"name": name, "clusters": 2} if name in ("perfed-ckt", "hypcluster") else name
     models = ["mlp", {"name": "cnn", "batchnorm": True}]
-    simulation = Simulation(tiny(algorithm=spec, models=models), device=device)
+    simulation = Simulation(
+        tiny(algorithm=spec, models=models), how=Execution(device=device, engine=engine)
+    )
     channel = Channel()
     simulation.begin(channel)
     for round in range(3):
         simulation.play_round(round, channel)
-    columns = simulation.engine.evaluate(simulation._evaluation_messages(3), 3)
+    columns = simulation.population.evaluate(simulation._evaluation_messages(3), 3)
     return [value for kind in columns.values() for value in kind["test_loss"].tolist()]
 
 
@@ -32,9 +35,12 @@ def test_a_run_resumes_on_the_gpu(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         perfed.run(
-            tiny(), tmp_path / "run", device="cuda", callbacks=[Stop()], checkpoint_seconds=0
+            tiny(),
+            tmp_path / "run",
+            callbacks=[Stop()],
+            how=Execution(device="cuda", checkpoint_seconds=0),
         )
-    assert perfed.resume(tmp_path / "run", device="cuda").summary["finished"]
+    assert perfed.resume(tmp_path / "run", how=Execution(device="cuda")).summary["finished"]
 
 
 @pytest.mark.parametrize("name", list(perfed.algorithms))

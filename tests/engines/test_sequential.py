@@ -1,17 +1,26 @@
 """Randomness is addressed: what one client does never moves another's numbers."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from perfed.core.algorithm import supervised
 from perfed.core.message import Message
+from perfed.engines.base import EngineClient, Sgd, mini_batches
 from tests.conftest import simulate
 
 
 class WithDropout(nn.Sequential):
     def __init__(self, shape: tuple[int, ...], classes: int) -> None:
         super().__init__(nn.Flatten(), nn.Linear(64, 16), nn.Dropout(0.5), nn.Linear(16, classes))
+
+
+def batches(client: EngineClient, steps: int, count: int = 1) -> list[Any]:
+    """The private mini-batches of a client's first training."""
+    request = Sgd(client, client.weights, supervised, (), steps, 0.1, count, 0)
+    return [private for private, _ in mini_batches(request)]
 
 
 def flat(weights: tuple[dict[str, Tensor], ...]) -> Tensor:
@@ -25,7 +34,7 @@ def test_order_and_dropped_clients_do_not_matter() -> None:
     message = Message(centroids=torch.rand(2, 30, 10).softmax(-1))
 
     def run(clients: list[int]) -> dict[int, Tensor]:
-        _, records = simulation.engine.run(
+        _, records = simulation.population.run(
             simulation.algorithm.client_round, dict.fromkeys(clients, message), 5
         )
         return {k: flat(record.weights) for k, record in records.items()}
@@ -42,13 +51,13 @@ def test_rounds_and_clients_draw_different_batches() -> None:
     seen = set()
     for client in (0, 1):
         for round in (0, 1):
-            batches = simulation.engine._client(client, round)._batches(2, 1, 0)
-            seen.add(tuple(float(private.x.sum()) for private, _ in batches))
+            drawn = batches(simulation.population._client(client, round), 2)
+            seen.add(tuple(float(private.x.sum()) for private in drawn))
     assert len(seen) == 4
 
 
 def test_two_trainings_in_one_round_draw_different_batches() -> None:
-    client = simulate(algorithm="local").engine._client(0, 0)
+    client = simulate(algorithm="local").population._client(0, 0)
     trainings: list[list[float]] = []
 
     def objective(model, private, public):  # type: ignore[no-untyped-def]
@@ -63,16 +72,16 @@ def test_two_trainings_in_one_round_draw_different_batches() -> None:
 
 
 def test_several_batches_a_step_are_independent_and_the_first_is_the_usual_one() -> None:
-    client = simulate(algorithm="local").engine._client(0, 0)
-    usual = [float(private.x.sum()) for private, _ in client._batches(2, 1, 0)]
-    three = [tuple(float(p.x.sum()) for p in private) for private, _ in client._batches(2, 3, 0)]
+    client = simulate(algorithm="local").population._client(0, 0)
+    usual = [float(private.x.sum()) for private in batches(client, 2)]
+    three = [tuple(float(p.x.sum()) for p in private) for private in batches(client, 2, 3)]
     assert [sums[0] for sums in three] == usual
     assert len({sum_ for sums in three for sum_ in sums}) == 6
 
 
 def test_sgd_leaves_what_it_was_given_as_it_was() -> None:
     simulation = simulate(models={"architectures": [{"name": "cnn", "batchnorm": True}]})
-    client = simulation.engine._client(0, 0)
+    client = simulation.population._client(0, 0)
     before = flat(client.weights)
     client.sgd(client.weights, simulation.algorithm.objective, torch.full((30, 10), 0.1))
     assert torch.equal(flat(client.weights), before)
@@ -81,15 +90,15 @@ def test_sgd_leaves_what_it_was_given_as_it_was() -> None:
 def test_a_client_smaller_than_a_batch_trains_on_all_it_has() -> None:
     """No `drop_last`: with 3 samples and a batch of 64 every step still sees 64 draws of them."""
     simulation = simulate(training={"steps": 4, "batch_size": 64})
-    engine = simulation.engine
+    engine = simulation.population
     splits = list(engine.federation.splits)
     splits[0] = replace(splits[0], train=splits[0].train[:3])
     engine.federation = replace(engine.federation, splits=splits)
-    shapes = [private.x.shape[0] for private, _ in engine._client(0, 0)._batches(4, 1, 0)]
+    shapes = [private.x.shape[0] for private in batches(engine._client(0, 0), 4)]
     assert shapes == [64] * 4
     distinct = {
         tuple(x.flatten().tolist())
-        for private, _ in engine._client(0, 0)._batches(4, 1, 0)
+        for private in batches(engine._client(0, 0), 4)
         for x in private.x
     }
     assert len(distinct) == 3
@@ -103,7 +112,7 @@ class HalfFrozen(nn.Sequential):
 
 def test_frozen_parameters_stay_frozen() -> None:
     simulation = simulate(models=f"{__name__}:HalfFrozen", algorithm="local")
-    client = simulation.engine._client(0, 0)
+    client = simulation.population._client(0, 0)
     before = client.weights.params
     simulation.algorithm.client_round(client, Message())
     after = client.weights.params
@@ -113,6 +122,6 @@ def test_frozen_parameters_stay_frozen() -> None:
 
 def test_own_initial_weights_differ_and_common_ones_do_not() -> None:
     for initial, equal in (("common", True), ("own", False)):
-        engine = simulate(models={"architectures": ["mlp"], "initial": initial}).engine
+        engine = simulate(models={"architectures": ["mlp"], "initial": initial}).population
         first, second = (flat(engine._client(k, 0).weights) for k in (0, 1))
         assert torch.equal(first, second) is equal

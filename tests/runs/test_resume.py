@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import perfed
+from perfed import Execution
 from perfed.core.errors import RunError
 from perfed.runs import resume_comparison
 from perfed.runs.directory import RunDirectory
@@ -99,7 +100,10 @@ class StopAfter(perfed.Callback):
 def interrupted(path: Path, rounds: int = 2, checkpoint_seconds: float = 0) -> Path:
     with pytest.raises(KeyboardInterrupt):
         perfed.run(
-            tiny(), path, callbacks=[StopAfter(rounds)], checkpoint_seconds=checkpoint_seconds
+            tiny(),
+            path,
+            callbacks=[StopAfter(rounds)],
+            how=Execution(checkpoint_seconds=checkpoint_seconds),
         )
     return path
 

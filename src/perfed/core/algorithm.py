@@ -81,7 +81,7 @@ class Network:
 
     def _forward(self, x: Tensor, buffers: dict[str, Tensor]) -> Tensor:
         logits: Tensor = functional_call(self._module, {**self._weights.params, **buffers}, (x,))
-        return logits
+        return logits.to(x.dtype)  # a network may compute in fewer bits; its loss does not
 
 
 Objective = Callable[..., Tensor]  # (Network, Private, Public | None, *inputs) → scalar

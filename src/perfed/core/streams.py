@@ -10,7 +10,7 @@ function of the stream's key and *i*.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 
@@ -41,10 +41,20 @@ def torch_stream(seed: int, purpose: str, client: int = -1, round: int = -1) -> 
 
 def uniform_indices(key: int, shape: tuple[int, ...], bound: int, device: torch.device) -> Tensor:
     """Independent uniform draws from ``0 … bound-1`` (with replacement), on ``device``."""
+    return uniform_indices_each([key], shape, [bound], device)[0]
+
+
+def uniform_indices_each(
+    keys: Sequence[int], shape: tuple[int, ...], bounds: Sequence[int], device: torch.device
+) -> Tensor:
+    """The draws of several streams, one after another along the first dimension."""
     count = int(np.prod(shape))
     counter = torch.arange(1, count + 1, dtype=torch.int64, device=device)
+    key = torch.tensor(keys, dtype=torch.int64, device=device)[:, None]
+    bound = torch.tensor(bounds, dtype=torch.int64, device=device)[:, None]
     # 63 of the 64 bits; the modulo's bias is below bound / 2**63.
-    return ((_splitmix64(key + counter * _GOLDEN) & _MASK_63) % bound).reshape(shape)
+    draws = (_splitmix64(key + counter * _GOLDEN) & _MASK_63) % bound
+    return draws.reshape(len(keys), *shape)
 
 
 def _signed(value: int) -> int:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from perfed.config import Comparison, Experiment, parse, read_mapping
 from perfed.core.errors import Diverged, RunError
+from perfed.core.threads import cpu_threads
+from perfed.engines import Engine, Execution, Job
+from perfed.engines.execution import fitting_threads
 from perfed.runs.directory import RunDirectory, default_path, make_directory
 from perfed.runs.result import Result
-from perfed.runs.simulation import CHECKPOINT_SECONDS, Callback, Simulation, resume, run
+from perfed.runs.simulation import (
+    AUTOMATIC,
+    Callback,
+    Simulation,
+    Steps,
+    in_recorded_precision,
+)
 
 FILE = "comparison.yaml"
 FAILED = "failed.json"
@@ -80,49 +90,92 @@ def compare(
     directory: str | Path | None = None,
     *,
     callbacks: Sequence[Callback] = (),
-    device: str = "cpu",
-    checkpoint_seconds: float = CHECKPOINT_SECONDS,
+    how: Execution = AUTOMATIC,
+    side_by_side: bool = False,
 ) -> ComparisonResult:
-    """Run every algorithm with every seed, in a new directory."""
+    """Run every algorithm with every seed, in a new directory.
+
+    ``side_by_side`` runs all seeds of an algorithm at once, in one stack.
+    """
     first = comparison.experiments()[0]
     for experiment in comparison.experiments():  # what cannot run must not start
         if experiment.algorithm == first.algorithm or experiment.seed == first.seed:
-            Simulation(experiment, device=device)
+            Simulation(experiment, how=how)
     path = Path(directory) if directory else default_path(comparison.experiment.name)
     make_directory(path)
     RunDirectory(path).write_yaml(FILE, comparison.to_mapping())
-    return resume_comparison(
-        path, callbacks=callbacks, device=device, checkpoint_seconds=checkpoint_seconds
-    )
+    return resume_comparison(path, callbacks=callbacks, how=how, side_by_side=side_by_side)
 
 
 def resume_comparison(
     directory: str | Path,
     *,
     callbacks: Sequence[Callback] = (),
-    device: str = "cpu",
-    checkpoint_seconds: float = CHECKPOINT_SECONDS,
+    how: Execution = AUTOMATIC,
+    side_by_side: bool = False,
 ) -> ComparisonResult:
     """Run what is not finished. A method that diverges is recorded, and the others go on."""
     path = Path(directory)
-    common: dict[str, Any] = {
-        "callbacks": callbacks,
-        "device": device,
-        "checkpoint_seconds": checkpoint_seconds,
-    }
-    for experiment in read_comparison(path).experiments():
-        folder = path / run_name(experiment)
-        if (folder / FAILED).is_file() or (folder / "summary.json").is_file():
-            continue
-        try:
-            if (folder / "config.yaml").is_file():
-                resume(folder, **common)
-            else:
-                _remove_unstarted(folder)
-                run(experiment, folder, **common)
-        except Diverged as error:
+    comparison = read_comparison(path)
+    at_once = len(comparison.seeds) if side_by_side else 1
+    experiments = comparison.experiments()
+    for start in range(0, len(experiments), at_once):
+        open_runs = {
+            path / run_name(experiment): experiment
+            for experiment in experiments[start : start + at_once]
+            if not _is_closed(path / run_name(experiment))
+        }
+        for folder, error in run_together(open_runs, callbacks, how).items():
             RunDirectory(folder).write_json(FAILED, {"error": str(error)})
     return ComparisonResult(path)
+
+
+def _is_closed(folder: Path) -> bool:
+    return (folder / FAILED).is_file() or (folder / "summary.json").is_file()
+
+
+def run_together(
+    experiments: Mapping[Path, Experiment], callbacks: Sequence[Callback], how: Execution
+) -> dict[Path, Diverged]:
+    """Start or continue each experiment in its directory, all on one engine; who diverged."""
+    diverged: dict[Path, Diverged] = {}
+    engine: Engine | None = None
+    runs: dict[Path, Steps[Result]] = {}
+    with ExitStack() as locks:
+        for folder, experiment in experiments.items():
+            if begun := (folder / "config.yaml").is_file():
+                how = in_recorded_precision(RunDirectory(folder), how)
+            else:
+                _remove_unstarted(folder)
+            simulation = Simulation(experiment, callbacks, how, engine)
+            engine = simulation.engine
+            opened = RunDirectory(folder) if begun else RunDirectory.create(folder)
+            locks.enter_context(opened.locked())
+            runs[folder] = simulation.steps(opened)
+            locks.enter_context(cpu_threads(fitting_threads(simulation.population)))
+        waiting: dict[Path, list[Job]] = {}
+        results: dict[Path, list[Any] | None] = dict.fromkeys(runs)
+        while runs:
+            for folder, steps in list(runs.items()):
+                try:
+                    waiting[folder] = steps.send(results[folder])  # type: ignore[arg-type]
+                except StopIteration:
+                    del runs[folder]
+                except Diverged as error:
+                    diverged[folder] = error
+                    del runs[folder]
+            if engine is not None:
+                results = dict(_perform_all(engine, {f: waiting[f] for f in runs}))
+    return diverged
+
+
+def _perform_all(
+    engine: Engine, waiting: Mapping[Path, list[Job]]
+) -> Iterator[tuple[Path, list[Any]]]:
+    """The jobs of all runs as one, and each run's share of what they returned."""
+    returned = iter(engine.perform([job for jobs in waiting.values() for job in jobs]))
+    for folder, jobs in waiting.items():
+        yield folder, [next(returned) for _ in jobs]
 
 
 def _remove_unstarted(folder: Path) -> None:

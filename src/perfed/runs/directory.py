@@ -21,6 +21,7 @@ import fcntl
 import json
 import os
 import platform
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -34,6 +35,7 @@ import torch
 from perfed.config import dump_yaml
 from perfed.core.errors import RunError
 from perfed.core.tensorfile import write_atomically
+from perfed.engines.store import PREFIX as STORE_PREFIX
 
 LOGS = ("rounds.jsonl", "clients.jsonl", "timing.jsonl")
 
@@ -106,6 +108,11 @@ class RunDirectory:
         for name in self.log_sizes():
             with open(self.path / name, "rb") as file:
                 os.fsync(file.fileno())
+
+    def remove_leftovers(self) -> None:
+        """What a killed process could not tidy up itself."""
+        for folder in self.path.glob(f"{STORE_PREFIX}*"):
+            shutil.rmtree(folder)
 
     def cut_logs(self, sizes: Mapping[str, int]) -> None:
         """Forget what was written after a checkpoint (or at all, without one)."""

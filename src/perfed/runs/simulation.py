@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -27,13 +27,16 @@ from perfed.core.streams import torch_stream
 from perfed.core.threads import cpu_threads
 from perfed.core.tree import Weights, flatten
 from perfed.data import build_federation
-from perfed.engines import SequentialEngine
+from perfed.engines import ClientStore, Engine, Execution, Job, Population, evaluation, outcome
+from perfed.engines.execution import fitting_threads, largest_model
 from perfed.runs.checkpoint import Checkpoints, Progress
 from perfed.runs.directory import RunDirectory, default_path, environment
 from perfed.runs.result import Result, headline
 
-CHECKPOINT_SECONDS = 10.0
-SMALL_MODEL = 1_000_000  # parameters
+AUTOMATIC = Execution()
+T = TypeVar("T")
+Steps = Generator[list[Job], list[Any], T]
+"""A computation that hands out jobs, and goes on when it gets what they returned."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,21 +66,19 @@ def run(
     directory: str | Path | None = None,
     *,
     callbacks: Sequence[Callback] = (),
-    device: str = "cpu",
-    checkpoint_seconds: float = CHECKPOINT_SECONDS,
+    how: Execution = AUTOMATIC,
 ) -> Result:
     """Run an experiment in a new directory (``runs/<name>-<time>`` unless told otherwise)."""
-    simulation = Simulation(experiment, callbacks, device, checkpoint_seconds)
+    simulation = Simulation(experiment, callbacks, how)
     path = Path(directory) if directory else default_path(experiment.name)
-    return simulation.start(RunDirectory.create(path))
+    return simulation.finish_in(RunDirectory.create(path))
 
 
 def resume(
     directory: str | Path,
     *,
     callbacks: Sequence[Callback] = (),
-    device: str = "cpu",
-    checkpoint_seconds: float = CHECKPOINT_SECONDS,
+    how: Execution = AUTOMATIC,
 ) -> Result:
     """Continue a run from its newest checkpoint; a finished one is returned as it is."""
     opened = RunDirectory.open(Path(directory))
@@ -86,8 +87,17 @@ def resume(
     experiment = parse(read_mapping(opened.path / "config.yaml"))
     if isinstance(experiment, Comparison):
         raise RunError(f"{directory} is a comparison, not a single run")
-    simulation = Simulation(experiment, callbacks, device, checkpoint_seconds)
-    return simulation.continue_in(opened)
+    return Simulation(experiment, callbacks, in_recorded_precision(opened, how)).finish_in(opened)
+
+
+def in_recorded_precision(directory: RunDirectory, how: Execution) -> Execution:
+    """A run goes on in the numbers it began with."""
+    if not (directory.path / "environment.json").is_file():  # killed before its first round
+        return how
+    began: str = directory.read_json("environment.json").get("precision", "float32")
+    if how.precision not in ("auto", began):
+        raise RunError(f"{directory.path} was begun in {began}: it cannot go on in {how.precision}")
+    return dataclasses.replace(how, precision=began)
 
 
 class Simulation:
@@ -97,14 +107,14 @@ class Simulation:
         self,
         experiment: Experiment,
         callbacks: Iterable[Callback] = (),
-        device: str = "cpu",
-        checkpoint_seconds: float = CHECKPOINT_SECONDS,
+        how: Execution = AUTOMATIC,
+        engine: Engine | None = None,
     ) -> None:
         self.experiment = experiment
         self.algorithm: Algorithm = experiment.algorithm
         self.callbacks = list(callbacks)
-        self.checkpoint_seconds = checkpoint_seconds
-        self.device = _device(device)
+        self.how = how
+        self.device = how.torch_device()
         self.federation = build_federation(
             experiment.data,
             experiment.partition,
@@ -118,61 +128,66 @@ class Simulation:
                 "set data.public to the number of samples to hold out",
                 "algorithm",
             )
-        self.engine = SequentialEngine(
+        self.population = Population(
             self.algorithm,
             self.federation,
             experiment.models,
             experiment.training,
             experiment.seed,
             self.device,
+            ClientStore(self.device, how.store_bytes()),
         )
-        self._population = dict(Counter(self.engine.architectures))
+        self.engine = engine or how.build_engine(largest_model(self.population))
+        self.population.engine = self.engine
+        self._population = dict(Counter(self.population.architectures))
         self.progress = Progress(trained=[0] * experiment.clients)
         self.changed: set[int] = set()
         self.seconds: dict[str, float] = {}
 
-    def start(self, directory: RunDirectory) -> Result:
-        with directory.locked():
+    def steps(self, directory: RunDirectory) -> Steps[Result]:
+        """The whole run in a locked directory, from its start or from its newest checkpoint."""
+        directory.remove_leftovers()
+        if not (directory.path / "config.yaml").is_file():
             directory.write_yaml("config.yaml", self.experiment.to_mapping())
+        if not (directory.path / "partition.json").is_file():  # a new run, or killed before it was
             self._write_origin(directory)
-            with cpu_threads(_fitting_threads(self.engine)):
-                return self._run(directory, Checkpoints(directory))
+        elif directory.read_json("partition.json") != self._partition_record():
+            raise RunError(
+                f"{directory.path}: the data now gives another partition than the recorded "
+                "one; the dataset or the version of perfed has changed"
+            )
+        checkpoints = Checkpoints(directory)
+        saved = checkpoints.load(self.device)
+        if saved is not None:
+            self.progress, records = saved
+            self.population.commit(records)
+        directory.cut_logs(self.progress.log_sizes)
+        return (yield from self._run(directory, checkpoints))
 
-    def continue_in(self, directory: RunDirectory) -> Result:
-        with directory.locked():
-            if not (directory.path / "partition.json").is_file():
-                self._write_origin(directory)  # it was killed before its first round
-            elif directory.read_json("partition.json") != self._partition_record():
-                raise RunError(
-                    f"{directory.path}: the data now gives another partition than the recorded "
-                    "one; the dataset or the version of perfed has changed"
-                )
-            checkpoints = Checkpoints(directory)
-            saved = checkpoints.load(self.device)
-            if saved is not None:
-                self.progress, records = saved
-                self.engine.commit(records)
-            directory.cut_logs(self.progress.log_sizes)
-            with cpu_threads(_fitting_threads(self.engine)):
-                return self._run(directory, checkpoints)
+    def finish_in(self, directory: RunDirectory) -> Result:
+        """Run to the end."""
+        with directory.locked(), cpu_threads(fitting_threads(self.population)):
+            return drive(self.steps(directory), self.engine)
 
     def _write_origin(self, directory: RunDirectory) -> None:
-        directory.write_json("environment.json", environment(self.device))
+        how = {"engine": self.engine.name, "precision": self.engine.precision.name}
+        directory.write_json("environment.json", environment(self.device) | how)
         directory.write_json("partition.json", self._partition_record())
 
-    def _run(self, directory: RunDirectory, checkpoints: Checkpoints) -> Result:
+    def _run(self, directory: RunDirectory, checkpoints: Checkpoints) -> Steps[Result]:
         progress, experiment = self.progress, self.experiment
+        self.population.records.folder = directory.path
         channel = Channel(progress.traffic)
         for callback in self.callbacks:
             callback.on_start(experiment, directory.path, progress.next_round)
-        if progress.next_round == 0 and (opening := self.begin(channel)):
+        if progress.next_round == 0 and (opening := (yield from self._opening(channel))):
             directory.append("rounds.jsonl", opening)
         last_saved = time.monotonic()
         for round in range(progress.next_round, experiment.rounds):
             began = time.monotonic()
             self.seconds = {}
-            clients, traffic = self.play_round(round, channel)
-            evaluation = self._evaluate_if_due(round, directory)
+            clients, traffic = yield from self._round(round, channel)
+            evaluation = yield from self._evaluate_if_due(round, directory)
             directory.append(
                 "rounds.jsonl",
                 {
@@ -188,18 +203,19 @@ class Simulation:
             directory.append("timing.jsonl", {"round": round, **self.seconds})
             progress.next_round = round + 1
             progress.log_sizes = directory.log_sizes()
-            if time.monotonic() - last_saved >= self.checkpoint_seconds:
-                checkpoints.save(progress, self.engine.records, self.changed)
+            if time.monotonic() - last_saved >= self.how.checkpoint_seconds:
+                checkpoints.save(progress, self.population.records, self.changed)
                 self.changed.clear()
                 last_saved = time.monotonic()
             accuracy = headline(evaluation)["test_accuracy"] if evaluation else None
             seconds = time.monotonic() - began
             for callback in self.callbacks:
                 callback.on_round(RoundReport(experiment, round, accuracy, channel.total, seconds))
-        return self._finish(directory, checkpoints)
+        return (yield from self._finish(directory, checkpoints))
 
-    def _finish(self, directory: RunDirectory, checkpoints: Checkpoints) -> Result:
-        self._save_models(directory)
+    def _finish(self, directory: RunDirectory, checkpoints: Checkpoints) -> Steps[Result]:
+        yield from self._save_models(directory)
+        self.population.records.close()
         result = Result(directory.path)
         directory.write_json("summary.json", result.summarize())
         checkpoints.remove()  # nothing is left to resume
@@ -209,21 +225,28 @@ class Simulation:
 
     def begin(self, channel: Channel) -> dict[str, Any] | None:
         """The server's first state; where the method has an initial set S(−1), what it sent."""
+        return drive(self._opening(channel), self.engine)
+
+    def play_round(self, round: int, channel: Channel) -> tuple[list[int], dict[str, int]]:
+        """One communication round; returns who took part and what crossed."""
+        return drive(self._round(round, channel), self.engine)
+
+    def _opening(self, channel: Channel) -> Steps[dict[str, Any] | None]:
         self.progress.state = self.algorithm.start(self._server(-1))
         if type(self.algorithm).first_message is Algorithm.first_message:
             return None
         clients = self._select(-1)
-        replies, _ = self.engine.run(
+        jobs = self.population.jobs(
             lambda client, message: self.algorithm.first_message(client),
             {client: Message() for client in clients},
             -1,
         )
+        replies, _ = outcome(jobs, (yield jobs))
         self._merge(-1, channel.up(replies))
         traffic = vars(channel.total).copy()
         return {"round": -1, "clients": clients, "traffic": traffic, "traffic_total": traffic}
 
-    def play_round(self, round: int, channel: Channel) -> tuple[list[int], dict[str, int]]:
-        """One communication round; returns who took part and what crossed."""
+    def _round(self, round: int, channel: Channel) -> Steps[tuple[list[int], dict[str, int]]]:
         before = dataclasses.replace(channel.total)
         clients = self._everyone() if self.algorithm.trains_everyone() else self._select(round)
         server = self._server(round)
@@ -234,15 +257,19 @@ class Simulation:
             }
             messages = dict(channel.down(messages))
         with self._timed("clients"):
-            replies, records = self.engine.run(self.algorithm.client_round, messages, round)
-        for client, record in records.items():
-            _check_finite(f"client {client}", round, record.weights.params)
+            jobs = self.population.jobs(self.algorithm.client_round, messages, round)
+            replies, records = outcome(jobs, (yield jobs))
+        made = {
+            f"client {client}": [*record.weights.params.items()]
+            for client, record in records.items()
+        }
         for client, reply in replies.items():
-            _check_finite(f"client {client}", round, reply.arrays)
+            made.setdefault(f"client {client}", []).extend(reply.arrays.items())
+        _check_finite(round, made)
         with self._timed("merge"):
             self._merge(round, channel.up(replies))
-        _check_finite("the server", round, flatten(self.progress.state))
-        self.engine.commit(records)
+        _check_finite(round, {"the server": [*flatten(self.progress.state).items()]})
+        self.population.commit(records)
         self.changed.update(records)
         for client in clients:
             self.progress.trained[client] += 1
@@ -257,15 +284,17 @@ class Simulation:
         with torch_stream(self.experiment.seed, "server-module", round=round):
             self.progress.state = self.algorithm.merge(server, self.progress.state, ordered)
 
-    def _evaluate_if_due(self, round: int, directory: RunDirectory) -> dict[str, Any]:
+    def _evaluate_if_due(self, round: int, directory: RunDirectory) -> Steps[dict[str, Any]]:
         """Every client's numbers to the directory, and their summary by model kind."""
         done = round + 1
         if done % self.experiment.evaluate_every and done != self.experiment.rounds:
             return {}
         with self._timed("evaluate"):
-            columns = self.engine.evaluate(self._evaluation_messages(round), round)
+            messages = self._evaluation_messages(round)
+            columns = evaluation((yield self.population.evaluation_jobs(messages, round)))
         for column in columns.values():
-            _check_finite("an evaluation", round, {n: torch.tensor(v) for n, v in column.items()})
+            numbers = [(name, torch.tensor(values)) for name, values in column.items()]
+            _check_finite(round, {"an evaluation": numbers})
         lists = {
             kind: {name: values.tolist() for name, values in column.items()}
             for kind, column in columns.items()
@@ -284,15 +313,16 @@ class Simulation:
             for client in self._everyone()
         }
 
-    def _save_models(self, directory: RunDirectory) -> None:
+    def _save_models(self, directory: RunDirectory) -> Steps[None]:
         """Every client's final model; what several clients share is written once."""
         folder = directory.path / "models"
         folder.mkdir(exist_ok=True)
         written: dict[bytes, str] = {}
         index: dict[str, dict[str, str]] = {}
         last = self.experiment.rounds - 1
-        for client, message in self._evaluation_messages(last).items():
-            for kind, model in self.engine.models(client, message, last).items():
+        jobs = self.population.model_jobs(self._evaluation_messages(last), last)
+        for client, models in enumerate((yield jobs)):
+            for kind, model in models.items():
                 if isinstance(model, Weights):
                     tensors = model.params | model.buffers
                 else:
@@ -310,11 +340,11 @@ class Simulation:
                 "classes": self.federation.samples.classes,
                 "architectures": {
                     label: plain(architecture)
-                    for label, architecture in self.engine.by_label.items()
+                    for label, architecture in self.population.by_label.items()
                 },
                 "clients": [
                     {"architecture": label, "models": index[str(client)]}
-                    for client, label in enumerate(self.engine.architectures)
+                    for client, label in enumerate(self.population.architectures)
                 ],
             },
         )
@@ -322,7 +352,7 @@ class Simulation:
     def _client_scalars(self, clients: list[int]) -> dict[str, list[float | None]]:
         """Small facts that clients keep (their cluster, say), in the order of ``clients``."""
         states = [
-            self.engine.records[client].state if client in self.engine.records else {}
+            self.population.records[client].state if client in self.population.records else {}
             for client in clients
         ]
         names = {
@@ -338,7 +368,9 @@ class Simulation:
 
     def _partition_record(self) -> dict[str, Any]:
         record = self.federation.record()
-        for client, architecture in zip(record["clients"], self.engine.architectures, strict=True):
+        for client, architecture in zip(
+            record["clients"], self.population.architectures, strict=True
+        ):
             client["architecture"] = architecture
         return record
 
@@ -347,13 +379,13 @@ class Simulation:
             self.experiment.seed,
             round,
             self._population,
-            self.engine.initial_weights,
-            self.engine.modules,
-            self.engine.public_x,
+            self.population.initial_weights,
+            self.population.modules,
+            self.population.public_x,
         )
 
     def _info(self, client: int) -> ClientInfo:
-        return ClientInfo(client, self.engine.architectures[client])
+        return ClientInfo(client, self.population.architectures[client])
 
     def _everyone(self) -> list[int]:
         return list(range(self.experiment.clients))
@@ -374,25 +406,30 @@ class Simulation:
         self.seconds[phase] = time.perf_counter() - began
 
 
-def _fitting_threads(engine: SequentialEngine) -> int:
-    largest = max(sum(p.numel() for p in m.parameters()) for m in engine.modules.values())
-    return torch.get_num_threads() if largest >= SMALL_MODEL else 1
-
-
-def _device(name: str) -> torch.device:
+def drive(steps: Steps[T], engine: Engine) -> T:
+    """Carry one computation to its end."""
     try:
-        device = torch.device(name)
-        float(torch.zeros(1, device=device))
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"device '{name}' cannot be used: {reason}") from None
-    return device
+        jobs = next(steps)
+        while True:
+            jobs = steps.send(engine.perform(jobs))
+    except StopIteration as end:
+        value: T = end.value
+        return value
 
 
-def _check_finite(whose: str, round: int, tensors: Mapping[str, torch.Tensor]) -> None:
-    for name, tensor in tensors.items():
-        if not torch.isfinite(tensor).all():
-            raise Diverged(
-                f"round {round}: '{name}' of {whose} is not finite; "
-                "a smaller training.learning_rate may help"
-            )
+def _check_finite(round: int, tensors: Mapping[str, Sequence[tuple[str, torch.Tensor]]]) -> None:
+    """``tensors`` by their owner; a device is waited for once."""
+    pieces: dict[torch.device, list[torch.Tensor]] = {}
+    for owned in tensors.values():
+        for _, tensor in owned:
+            if tensor.is_floating_point():
+                pieces.setdefault(tensor.device, []).append(tensor.reshape(-1))
+    if all(bool(torch.cat(flat).isfinite().all()) for flat in pieces.values()):
+        return
+    for owner, owned in tensors.items():
+        for name, tensor in owned:
+            if not torch.isfinite(tensor).all():
+                raise Diverged(
+                    f"round {round}: '{name}' of {owner} is not finite; "
+                    "a smaller training.learning_rate may help"
+                )

@@ -1,0 +1,193 @@
+"""What every engine has in common: the requests a client makes, and who makes them.
+
+A client method of an algorithm runs as a *job*. Whatever is heavy in it (training, a forward pass)
+it does not do itself: it asks for it, with a request, and waits for the answer. How jobs take
+turns, and how requests are answered, is all an engine decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from perfed.core.algorithm import Objective, Private, Public
+from perfed.core.streams import stream_key, torch_stream, uniform_indices
+from perfed.core.tree import Tree, Weights
+from perfed.engines.precision import Precision
+
+if TYPE_CHECKING:
+    from perfed.engines.population import Population
+
+
+@dataclass
+class ClientRecord:
+    """What stays with a client from one draw to the next."""
+
+    weights: Weights
+    state: Tree = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Sgd:
+    """Please train: see :meth:`perfed.core.algorithm.Client.sgd`."""
+
+    client: EngineClient
+    weights: Weights
+    objective: Objective
+    inputs: tuple[Any, ...]
+    steps: int
+    rate: float
+    batches: int
+    stream: int
+
+    def private_keys(self) -> list[int]:
+        """The streams that private mini-batches are drawn from, one for each of ``batches``."""
+        return [self._key(f"private-batches{n or ''}") for n in range(self.batches)]
+
+    def public_key(self) -> int:
+        return self._key("public-batches")
+
+    def _key(self, what: str) -> int:
+        client = self.client
+        return stream_key(client.population.seed, f"{what}/{self.stream}", client.id, client.round)
+
+
+@dataclass(frozen=True, eq=False)
+class Logits:
+    """Please run forward in evaluation mode: on the whole public set, or on samples of its own."""
+
+    client: EngineClient
+    weights: Weights
+    where: Tensor | None
+    """Positions in the population's samples; None for the public set."""
+
+    @property
+    def public(self) -> bool:
+        return self.where is None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Parameters, and the running statistics to use."""
+        params, buffers, public_buffers = self.weights
+        return params | (public_buffers if self.public and public_buffers else buffers)
+
+
+Request = Sgd | Logits
+Ask = Callable[[Request], Any]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A client method to run, with the address of the stream its module may draw from."""
+
+    client: EngineClient
+    work: Callable[[], Any]
+    purpose: str
+
+    def stream(self) -> AbstractContextManager[None]:
+        """Inside, torch's global generators are the job's own."""
+        return torch_stream(*self._address())
+
+    def key(self) -> int:
+        return stream_key(*self._address())
+
+    def _address(self) -> tuple[int, str, int, int]:
+        client = self.client
+        return client.population.seed, self.purpose, client.id, client.round
+
+
+class Engine(Protocol):
+    """How jobs execute."""
+
+    name: str
+    precision: Precision
+
+    def perform(self, jobs: Sequence[Job]) -> list[Any]:
+        """What each job's work returned."""
+
+    def answer(self, request: Request) -> Any:
+        """Weights for :class:`Sgd`, logits for :class:`Logits`."""
+
+
+class EngineClient:
+    """One client; see :class:`perfed.core.algorithm.Client` for what each member means."""
+
+    def __init__(self, population: Population, client: int, round: int) -> None:
+        self.population = population
+        self.id = client
+        self.round = round
+        self.architecture = population.architectures[client]
+        self.ask: Ask = population.engine.answer
+        """Where requests go; the engine that performs this client's job may set another."""
+        self._record = population.record(client)
+        self._sgd_calls = 0
+        self.weights = self._record.weights
+        self.state = dict(self._record.state)
+        self.samples = torch.tensor(population.train_size(client))
+        self.steps = population.training.steps
+        self.learning_rate = population.training.learning_rate_at(round)
+
+    def changed(self) -> bool:
+        """Whether there is anything new to keep: some methods leave a client's own model alone."""
+        before, now = self._record.state, self.state
+        same_state = before.keys() == now.keys() and all(before[k] is now[k] for k in now)
+        return self.weights is not self._record.weights or not same_state
+
+    def soft_decisions(self, weights: Weights | None = None) -> Tensor:
+        logits: Tensor = self.ask(Logits(self, weights or self.weights, None))
+        return logits.softmax(1)
+
+    def label_counts(self) -> Tensor:
+        labels = self.population.y[self.population.positions(self.id, "train")]
+        return torch.bincount(labels, minlength=self.population.classes)
+
+    def loss(self, weights: Weights, part: str) -> Tensor:
+        where = self.population.positions(self.id, part)
+        return cross_entropy(self.ask(Logits(self, weights, where)), self.population.y[where])
+
+    def sgd(
+        self,
+        weights: Weights,
+        objective: Objective,
+        *inputs: Any,
+        steps: int | None = None,
+        rate: float | None = None,
+        batches: int = 1,
+        stream: int | None = None,
+    ) -> Weights:
+        steps = self.steps if steps is None else steps
+        rate = self.learning_rate if rate is None else rate
+        if stream is None:
+            stream, self._sgd_calls = self._sgd_calls, self._sgd_calls + 1
+        trained: Weights = self.ask(
+            Sgd(self, weights, objective, inputs, steps, rate, batches, stream)
+        )
+        return trained
+
+
+def mini_batches(request: Sgd) -> Iterator[tuple[Private | tuple[Private, ...], Public | None]]:
+    """What each step of one client's training sees, drawn uniformly."""
+    population = request.client.population
+    training = population.training
+    train = population.positions(request.client.id, "train")
+
+    def draw(key: int, batch: int, bound: int) -> Tensor:
+        return uniform_indices(key, (request.steps, batch), bound, population.device)
+
+    private = [draw(key, training.batch_size, len(train)) for key in request.private_keys()]
+    public = None
+    if population.algorithm.trains_on_public_set:
+        bound = len(population.public_x)
+        public = draw(request.public_key(), training.public_batch_size, bound)
+    for step in range(request.steps):
+        chosen = [train[positions[step]] for positions in private]
+        drawn = tuple(Private(population.x[where], population.y[where]) for where in chosen)
+        yield (
+            drawn if len(drawn) > 1 else drawn[0],
+            None if public is None else Public(population.public_x[public[step]], public[step]),
+        )

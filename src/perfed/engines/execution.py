@@ -1,0 +1,80 @@
+"""How an experiment is executed: what may change the time a run takes, and not its meaning."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from perfed.core.errors import ConfigError
+from perfed.core.schema import Options, option
+from perfed.engines.base import Engine
+from perfed.engines.population import Population
+from perfed.engines.precision import PRECISIONS
+from perfed.engines.sequential import SequentialEngine
+from perfed.engines.stacked import StackedEngine
+
+SMALL_MODEL = 1_000_000  # parameters
+
+
+@dataclass(frozen=True)
+class Execution(Options):
+    """Where and how clients execute."""
+
+    engine: Literal["auto", "sequential", "stacked"] = option(
+        "auto", "one client after another, or all clients of one architecture as one"
+    )
+    device: str = option("auto", "cpu, cuda, cuda:1, …; a GPU where there is one")
+    precision: Literal["auto", "float32", "tf32", "bf16"] = option(
+        "auto", "in which numbers networks compute; float32, or what a resumed run began with"
+    )
+    store_limit: float = option(
+        float("inf"), "MiB of client models kept in memory; the rest waits on disk", ge=0
+    )
+    checkpoint_seconds: float = option(10.0, "a checkpoint at most every so many seconds", ge=0)
+
+    def torch_device(self) -> torch.device:
+        name = self.device
+        if name == "auto":
+            name = "cuda" if torch.cuda.is_available() else "cpu"
+        try:
+            device = torch.device(name)
+            float(torch.zeros(1, device=device))
+        except (RuntimeError, AssertionError) as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(f"device '{name}' cannot be used: {reason}") from None
+        return device
+
+    def store_bytes(self) -> int | None:
+        return None if self.store_limit == float("inf") else int(self.store_limit * 2**20)
+
+    def build_engine(self, largest_model: int) -> Engine:
+        """The engine asked for; of itself, the one that was faster in ``benchmarks/``."""
+        precision = PRECISIONS["float32" if self.precision == "auto" else self.precision]
+        device, name = self.torch_device(), self.engine
+        if precision.name == "tf32" and device.type != "cuda":
+            raise ConfigError("tf32 is a GPU's; a CPU has float32 and bf16", "precision")
+        if name == "auto":
+            # On a CPU, large layers fill the cores by themselves.
+            fits = device.type == "cuda" or largest_model < SMALL_MODEL
+            name = "stacked" if fits else "sequential"
+        if name == "sequential":
+            return SequentialEngine(precision)
+        return StackedEngine(precision, workers=_workers(device))
+
+
+def _workers(device: torch.device) -> int:
+    if device.type != "cpu":
+        return 1
+    return min(torch.get_num_threads(), len(os.sched_getaffinity(0)))
+
+
+def fitting_threads(population: Population) -> int:
+    """Threads for one operation: small tensors are faster on one."""
+    return torch.get_num_threads() if largest_model(population) >= SMALL_MODEL else 1
+
+
+def largest_model(population: Population) -> int:
+    return max(sum(p.numel() for p in m.parameters()) for m in population.modules.values())

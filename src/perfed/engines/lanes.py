@@ -1,0 +1,54 @@
+"""Inside ``torch.func.vmap``: from one client's tensors to those of the whole stack, and back.
+
+``vmap`` shows a function one client's tensors; behind each is a tensor of all clients. A layer that
+has a better way for all clients at once than what ``vmap`` would do takes that tensor, computes,
+and hands the result back as if it had computed for one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch._C import _functorch
+from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The tensors of all clients, clients first."""
+
+    tensors: list[Tensor]
+    level: int
+
+    def entered(self) -> AbstractContextManager[None]:
+        """Inside, tensors are what they are: nothing is mapped."""
+        return temporarily_pop_interpreter_stack()
+
+    def wrap(self, tensor: Tensor) -> Tensor:
+        """One client's view of a tensor of all clients."""
+        wrapped: Tensor = _functorch._add_batch_dim(tensor, 0, self.level)
+        return wrapped
+
+
+def physical(tensors: Sequence[Tensor]) -> Stack | None:
+    """What is behind ``tensors``; None where they are not plainly mapped."""
+    level, size = -1, 0
+    for tensor in tensors:
+        if _functorch.is_gradtrackingtensor(tensor) or _functorch.is_functionaltensor(tensor):
+            return None
+        if _functorch.is_batchedtensor(tensor):
+            level = _functorch.maybe_get_level(tensor)
+            size = _functorch.get_unwrapped(tensor).shape[_functorch.maybe_get_bdim(tensor)]
+    if level < 0:
+        return None
+    behind = []
+    for tensor in tensors:
+        if not _functorch.is_batchedtensor(tensor):
+            behind.append(tensor.unsqueeze(0).expand(size, *tensor.shape))
+            continue
+        dim, tensor = _functorch.maybe_get_bdim(tensor), _functorch.get_unwrapped(tensor)
+        behind.append(tensor.movedim(dim, 0) if dim else tensor)
+    return Stack(behind, level)

@@ -1,0 +1,95 @@
+"""Many jobs at once, each stopping at its next request until all have made one.
+
+Every job runs in a thread of its own, but never two at a time: a job runs until it asks for
+something, then the next one does. When all of them wait, their requests are answered together.
+So a client method stays plain code for one client, with any ``if`` it likes, and yet the engine
+sees what all clients want at the same moment.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Generic, TypeVar
+
+Request = TypeVar("Request")
+Answer = Callable[[Sequence[Request]], Sequence[Any]]
+Ask = Callable[[Request], Any]
+
+
+class _Abandoned(BaseException):
+    """Unwinds a job that nobody waits for any more."""
+
+
+class _Member(threading.Thread, Generic[Request]):
+    """A job, and the baton that says whether it or the conductor is running."""
+
+    def __init__(self, work: Callable[[Ask[Request]], Any]) -> None:
+        super().__init__(daemon=True)
+        self._work = work
+        self._turn = threading.Semaphore(0)
+        self._rest = threading.Semaphore(0)
+        self._abandoned = self._ended = False
+        self.request: Request | None = None
+        self.answer: Any = None
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        self._turn.acquire()
+        try:
+            if not self._abandoned:
+                self.result = self._work(self._ask)
+        except _Abandoned:
+            pass
+        except BaseException as error:  # raised again where the jobs were started
+            self.error = error
+        self._ended = True
+        self._rest.release()
+
+    def _ask(self, request: Request) -> Any:
+        self.request = request
+        self._rest.release()
+        self._turn.acquire()
+        if self._abandoned:
+            raise _Abandoned
+        answer, self.answer, self.request = self.answer, None, None
+        return answer
+
+    def take_turn(self) -> None:
+        """Let the job run until it asks or ends."""
+        self._turn.release()
+        self._rest.acquire()
+
+    def abandon(self) -> None:
+        self._abandoned = True
+        if self.ident is not None and not self._ended:
+            self.take_turn()
+
+
+def perform_together(
+    works: Sequence[Callable[[Ask[Request]], Any]],
+    answer: Answer[Request],
+    turn: Callable[[int], AbstractContextManager[Any]],
+) -> list[Any]:
+    """What each of ``works`` returns; ``turn(i)`` surrounds every stretch that work *i* runs."""
+    members: list[_Member[Request]] = [_Member(work) for work in works]
+    try:
+        for member in members:
+            member.start()
+        waiting = list(enumerate(members))
+        while waiting:
+            for number, member in waiting:
+                with turn(number):
+                    member.take_turn()
+                if member.error is not None:
+                    raise member.error
+            waiting = [(i, member) for i, member in waiting if member.request is not None]
+            requests = [member.request for _, member in waiting if member.request is not None]
+            for (_, member), given in zip(waiting, answer(requests), strict=True):
+                member.answer = given
+    finally:
+        for member in members:
+            member.abandon()
+    return [member.result for member in members]
