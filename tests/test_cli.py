@@ -234,7 +234,8 @@ class Stop(perfed.Callback):
 experiment = perfed.Experiment(rounds=3, clients=6, clients_per_round=3,
     partition={"name": "groups", "groups": 2}, algorithm={"name": "perfed-ckt", "clusters": 2})
 try:
-    perfed.run(experiment, sys.argv[1], callbacks=[Stop()], how=perfed.Execution(checkpoint_seconds=0))
+    how = perfed.Execution(checkpoint_seconds=0)
+    perfed.run(experiment, sys.argv[1], callbacks=[Stop()], how=how)
 except KeyboardInterrupt:
     pass
 result = perfed.resume(sys.argv[1])

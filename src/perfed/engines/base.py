@@ -107,6 +107,9 @@ class Engine(Protocol):
     name: str
     precision: Precision
 
+    def expect(self, population: Population, clients_a_round: int) -> None:
+        """Make ready for a population of which so many clients train in a round."""
+
     def perform(self, jobs: Sequence[Job]) -> list[Any]:
         """What each job's work returned."""
 

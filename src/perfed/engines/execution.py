@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Literal
 
@@ -62,13 +61,7 @@ class Execution(Options):
             name = "stacked" if fits else "sequential"
         if name == "sequential":
             return SequentialEngine(precision)
-        return StackedEngine(precision, workers=_workers(device))
-
-
-def _workers(device: torch.device) -> int:
-    if device.type != "cpu":
-        return 1
-    return min(torch.get_num_threads(), len(os.sched_getaffinity(0)))
+        return StackedEngine(precision, record=device.type == "cuda")
 
 
 def fitting_threads(population: Population) -> int:

@@ -8,7 +8,7 @@ that have a rule use it, and PyTorch's own batching rules (``torch.func.vmap``) 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -44,29 +44,96 @@ def _flatten(layer: nn.Flatten, tensors: Tensors, at: str, x: Tensor) -> Tensor:
     return x.flatten(outside(layer.start_dim), outside(layer.end_dim))
 
 
-def _side_by_side(x: Tensor) -> Tensor:
-    """(n, b, c, …) as (b, n·c, …): the channels of all clients side by side.
-
-    Free where a rule below made ``x``, whose memory is laid out like that on a CPU.
-    """
-    return x.transpose(0, 1).flatten(1, 2)
-
-
-def _apart(x: Tensor, clients: int) -> Tensor:
-    """The inverse of :func:`_side_by_side`."""
-    return x.reshape(len(x), clients, -1, *x.shape[2:]).transpose(0, 1)
+DENSE_LIMIT = 1 << 16
+"""Entries up to which a convolution is written as one dense matrix: tiny images, on a CPU."""
 
 
 def _conv2d(layer: nn.Conv2d, tensors: Tensors, at: str, x: Tensor) -> Tensor:
-    weight = tensors[at + "weight"]
-    bias = None if layer.bias is None else tensors[at + "bias"]
-    if x.is_cuda:
-        y = conv2d_by_columns(x, weight, layer.stride, layer.padding, layer.dilation)
-        return y if bias is None else y + bias[:, None, :, None, None].to(y.dtype)
+    x, weight = in_precision(x, tensors[at + "weight"])
     geometry: tuple[Any, ...] = (layer.stride, layer.padding, layer.dilation)
-    n = len(weight)
-    flat = None if bias is None else bias.flatten()
-    return _apart(F.conv2d(_side_by_side(x), weight.flatten(0, 1), flat, *geometry, n), n)
+    if x.is_cuda:
+        y = conv2d_by_columns(x, weight, *geometry)
+    else:
+        places, shape = dense_places(tuple(x.shape[2:]), tuple(weight.shape[1:]), geometry)
+        if places is not None:
+            y = _apply(DenseConvolution, x.flatten(2), weight, places, shape)
+        else:
+            pairs = zip(x, weight, strict=True)
+            y = torch.stack([F.conv2d(image, kernel, None, *geometry) for image, kernel in pairs])
+    if layer.bias is None:
+        return y
+    return y + tensors[at + "bias"][:, None, :, None, None].to(y.dtype)
+
+
+def in_precision(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """What PyTorch's own layers do to their inputs under ``torch.autocast``."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    return tuple(tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors)
+
+
+@lru_cache(maxsize=64)
+def dense_places(
+    image: tuple[int, ...], kernel: tuple[int, ...], geometry: tuple[Any, ...]
+) -> tuple[Tensor | None, tuple[int, ...]]:
+    """Where each weight of a convolution stands in its dense matrix, and the output's shape.
+
+    The matrix (inputs × outputs) comes flat, with one entry more for what falls off the image.
+    None where it would be larger than ``DENSE_LIMIT``.
+    """
+    (channels, height, width), (stride, padding, dilation) = image, geometry
+    rows, columns = (
+        (size + 2 * p - d * (k - 1) - 1) // s + 1
+        for size, k, s, p, d in zip(
+            (height, width), kernel[2:], stride, padding, dilation, strict=True
+        )
+    )
+    shape = (kernel[0], rows, columns)
+    inputs, outputs = channels * height * width, kernel[0] * rows * columns
+    if inputs * outputs > DENSE_LIMIT:
+        return None, shape
+    o, c, u, v, i, j = torch.meshgrid(
+        *(torch.arange(size) for size in (*kernel, rows, columns)), indexing="ij"
+    )
+    row = i * stride[0] - padding[0] + u * dilation[0]
+    column = j * stride[1] - padding[1] + v * dilation[1]
+    inside = (row >= 0) & (row < height) & (column >= 0) & (column < width)
+    source, target = (c * height + row) * width + column, (o * rows + i) * columns + j
+    places = torch.where(inside, source * outputs + target, inputs * outputs)
+    return places.reshape(-1, rows * columns), shape
+
+
+class DenseConvolution(torch.autograd.Function):
+    """A convolution of tiny images as one matrix product: (n, b, inputs) × (n, inputs, outputs).
+
+    More arithmetic than needed, all of it in the one operation CPUs are good at.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, places: Tensor, shape: tuple[int, ...]
+    ) -> Tensor:
+        n, inputs, outputs = len(weight), x.shape[2], torch.Size(shape).numel()
+        matrix = weight.new_zeros(n, inputs * outputs + 1)
+        repeated = weight.reshape(n, -1, 1).expand(-1, -1, places.shape[1]).reshape(n, -1)
+        matrix.index_copy_(1, places.reshape(-1), repeated)
+        matrix = matrix[:, :-1].view(n, inputs, outputs)
+        ctx.save_for_backward(x, matrix)
+        ctx.places, ctx.weight_shape = places, weight.shape
+        return torch.bmm(x, matrix).reshape(*x.shape[:2], *shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, matrix = ctx.saved_tensors
+        grad = grads[0].flatten(2)
+        dx = torch.bmm(grad, matrix.mT) if ctx.needs_input_grad[0] else None
+        dense = grad.new_empty(len(x), matrix[0].numel() + 1)
+        torch.bmm(x.mT, grad, out=dense[:, :-1].view(matrix.shape))
+        dense[:, -1] = 0  # what falls off the image
+        places: Tensor = ctx.places
+        dw = dense.index_select(1, places.reshape(-1)).reshape(len(x), *places.shape).sum(2)
+        return dx, dw.reshape(ctx.weight_shape), None, None
 
 
 def conv2d_by_columns(
@@ -107,72 +174,64 @@ def conv2d_by_columns(
 
 
 def _batch_norm(layer: nn.BatchNorm2d, tensors: Tensors, at: str, x: Tensor) -> Tensor:
-    own = {name: tensors[at + name] for name, _ in layer.named_parameters()}
-    own |= {name: tensors[at + name] for name, _ in layer.named_buffers()}
-    batch_statistics = layer.training or layer.running_mean is None
-    if layer.training and layer.running_mean is not None:
-        own["num_batches_tracked"].add_(1)
-    if x.is_cuda and batch_statistics:
-        return _batch_norm_cuda(layer, own, x)
-    flat = {name: t.flatten() for name, t in own.items()}
-    y = F.batch_norm(
-        _side_by_side(x),
-        flat.get("running_mean"),
-        flat.get("running_var"),
-        flat.get("weight"),
-        flat.get("bias"),
-        batch_statistics,
-        layer.momentum or 0.0,
-        layer.eps,
-    )
-    return _apart(y, len(x))
-
-
-def _batch_norm_cuda(layer: nn.BatchNorm2d, own: Tensors, x: Tensor) -> Tensor:
-    def wide(t: Tensor) -> Tensor:
-        return t.reshape(len(t), 1, -1, *(1,) * (x.ndim - 3))
-
-    y, mean, variance = BatchNorm.apply(x, layer.eps)
-    if layer.running_mean is not None:
-        count = x.numel() // (x.shape[0] * x.shape[2])
-        own["running_mean"].lerp_(mean, layer.momentum)
-        own["running_var"].lerp_(variance * (count / (count - 1)), layer.momentum)
-    if layer.affine:
-        y = torch.addcmul(wide(own["bias"]), y, wide(own["weight"]))
-    return y.to(x.dtype)
+    n, channels = x.shape[0], x.shape[2]
+    wide = (n, 1, channels, *(1,) * (x.ndim - 3))
+    weight = tensors[at + "weight"] if layer.affine else x.new_ones(n, channels)
+    bias = tensors[at + "bias"] if layer.affine else x.new_zeros(n, channels)
+    if not layer.training and layer.running_mean is not None:
+        scale = weight * (tensors[at + "running_var"] + layer.eps).rsqrt()
+        shift = bias - tensors[at + "running_mean"] * scale
+        return (x * scale.view(wide) + shift.view(wide)).to(x.dtype)
+    y, mean, variance = _apply(BatchNorm, x, weight.reshape(wide), bias.reshape(wide), layer.eps)
+    if layer.training and layer.running_mean is not None and layer.momentum is not None:
+        count = x.numel() // (n * channels)
+        unbiased = variance * (count / (count - 1))
+        tensors[at + "running_mean"].lerp_(mean.view(n, channels), layer.momentum)
+        tensors[at + "running_var"].lerp_(unbiased.view(n, channels), layer.momentum)
+        tensors[at + "num_batches_tracked"].add_(1)
+    normalised: Tensor = y.to(x.dtype)
+    return normalised
 
 
 class BatchNorm(torch.autograd.Function):
     """(n, b, c, …) normalised over b and what follows c; also the mean and variance."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         dims = (1, *range(3, x.ndim))
-        mean = x.mean(dims, keepdim=True)
+        mean = x.mean(dims, keepdim=True, dtype=weight.dtype)
         centered = x - mean
         variance = centered.square().mean(dims, keepdim=True)
         scale = (variance + eps).rsqrt()
-        y = centered.mul_(scale)
-        ctx.save_for_backward(y, scale)
-        mean, variance = mean.flatten(1), variance.flatten(1)
+        ctx.save_for_backward(centered, scale, weight)
         ctx.mark_non_differentiable(mean, variance)
-        return y, mean, variance
+        return centered * (scale * weight) + bias, mean, variance
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        y, scale = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        centered, scale, weight = ctx.saved_tensors
         grad = grads[0]
-        dims = (1, *range(3, y.ndim))
-        mean = grad.mean(dims, keepdim=True)
-        slope = (grad * y).mean(dims, keepdim=True)
-        return (grad - mean).addcmul_(y, slope, value=-1).mul_(scale), None
+        dims = (1, *range(3, grad.ndim))
+        count = grad.numel() // weight.numel()
+        dbias = grad.sum(dims, keepdim=True)
+        slope = (grad * centered).sum(dims, keepdim=True)
+        dx = None
+        if ctx.needs_input_grad[0]:
+            gain = scale * weight
+            dx = (grad - dbias / count) * gain - centered * (slope * gain * scale.square() / count)
+        return dx, slope * scale, dbias, None
 
 
 def _max_pool2d(layer: nn.MaxPool2d, tensors: Tensors, at: str, x: Tensor) -> Tensor:
-    if x.is_cuda and _halves(layer) and not (x.shape[-1] % 2 or x.shape[-2] % 2):
-        return max_of_pairs(max_of_pairs(x, -1), -2)
-    y: Tensor = layer(_side_by_side(x))
-    return _apart(y, len(x))
+    if _halves(layer) and not (x.shape[-1] % 2 or x.shape[-2] % 2):
+        if x.is_cuda:
+            return max_of_pairs(max_of_pairs(x, -1), -2)
+        y: Tensor = _apply(HalvingMaxPool, x)
+        return y
+    pooled: Tensor = layer(x.flatten(0, 1))
+    return pooled.reshape(*x.shape[:2], *pooled.shape[1:])
 
 
 def _halves(layer: nn.MaxPool2d) -> bool:
@@ -190,12 +249,40 @@ def _halves(layer: nn.MaxPool2d) -> bool:
 
 def max_of_pairs(x: Tensor, dim: int) -> Tensor:
     """The larger of each two neighbours; of equal ones the first, as PyTorch's pooling has it."""
-    first, second = x.unflatten(dim, (-1, 2)).unbind(dim)
+    first, second = torch.unflatten(x, dim, (-1, 2)).unbind(dim)
     return torch.where(second > first, second, first)
+
+
+class HalvingMaxPool(torch.autograd.Function):
+    """The largest of each 2×2; of equal ones the first, as PyTorch's pooling has it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        left, right = x[..., 0::2], x[..., 1::2]
+        row = torch.maximum(left, right)
+        upper, lower = row[..., 0::2, :], row[..., 1::2, :]
+        ctx.save_for_backward(right > left, lower > upper)
+        return torch.maximum(upper, lower)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        in_right, in_lower = ctx.saved_tensors
+        grad = grads[0]
+        row = grad.new_empty(in_right.shape)
+        torch.mul(grad, in_lower, out=row[..., 1::2, :])
+        torch.sub(grad, row[..., 1::2, :], out=row[..., 0::2, :])
+        dx = grad.new_empty(*row.shape[:-1], 2 * row.shape[-1])
+        torch.mul(row, in_right, out=dx[..., 1::2])
+        torch.sub(row, dx[..., 1::2], out=dx[..., 0::2])
+        return dx
 
 
 def _average_to_one(layer: nn.AdaptiveAvgPool2d, tensors: Tensors, at: str, x: Tensor) -> Tensor:
     return x.mean((-2, -1), keepdim=True)
+
+
+def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    return function.apply(*arguments)  # type: ignore[no-untyped-call]
 
 
 _ELEMENTWISE = (nn.ReLU, nn.LeakyReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.SiLU, nn.ELU, nn.Identity)
@@ -209,7 +296,7 @@ def rule_for(layer: nn.Module) -> Rule | None:
     if kind in _ELEMENTWISE:
         return None if getattr(layer, "inplace", False) else _elementwise
     if kind is nn.Flatten:
-        return _flatten if layer.start_dim >= 1 else None
+        return _flatten if layer.start_dim != 0 else None
     if kind is nn.Conv2d and layer.groups == 1 and layer.padding_mode == "zeros":
         return _conv2d if not isinstance(layer.padding, str) else None
     if kind in (nn.BatchNorm1d, nn.BatchNorm2d) and layer.momentum is not None:

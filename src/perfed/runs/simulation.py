@@ -94,7 +94,7 @@ def in_recorded_precision(directory: RunDirectory, how: Execution) -> Execution:
     """A run goes on in the numbers it began with."""
     if not (directory.path / "environment.json").is_file():  # killed before its first round
         return how
-    began: str = directory.read_json("environment.json").get("precision", "float32")
+    began: Any = directory.read_json("environment.json").get("precision", "float32")
     if how.precision not in ("auto", began):
         raise RunError(f"{directory.path} was begun in {began}: it cannot go on in {how.precision}")
     return dataclasses.replace(how, precision=began)
@@ -139,6 +139,10 @@ class Simulation:
         )
         self.engine = engine or how.build_engine(largest_model(self.population))
         self.population.engine = self.engine
+        everyone = self.algorithm.trains_everyone()
+        self.engine.expect(
+            self.population, experiment.clients if everyone else experiment.clients_per_round
+        )
         self._population = dict(Counter(self.population.architectures))
         self.progress = Progress(trained=[0] * experiment.clients)
         self.changed: set[int] = set()

@@ -1,0 +1,237 @@
+"""One stack: a network and its training step as functions of stacked tensors.
+
+``tensor[k]`` is client *k*'s. An algorithm's objective is written for one client;
+``torch.func.vmap`` maps it over the stack.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from perfed.core.algorithm import Network, Private, Public, trainable
+from perfed.core.streams import uniform_indices_each
+from perfed.core.tree import Weights
+from perfed.engines.base import Sgd
+from perfed.engines.layers import Chain, chain_of, mapped_chain, with_rules
+
+
+class StackedModule:
+    """Copies of a module for training and for evaluation, with the rules for stacks."""
+
+    def __init__(self, module: nn.Module, few: Tensor) -> None:
+        self.training = copy.deepcopy(module).train()
+        self.evaluating = copy.deepcopy(module).eval()
+        self.chains: dict[bool, Chain | None] = {}
+        for copied in (self.training, self.evaluating):
+            self.chains[copied.training] = chain_of(copied)
+            if self.chains[copied.training] is None:
+                with_rules(copied)
+        self.obstacle = self._obstacle(module, few)
+
+    def _obstacle(self, module: nn.Module, x: Tensor) -> str | None:
+        """Why the module cannot be mapped, found by trying: two clients against one."""
+        tensors = {
+            name: t.detach().clone()
+            for name, t in (*module.named_parameters(), *module.named_buffers())
+        }
+        two = {name: torch.stack([t, t]) for name, t in tensors.items()}
+        try:
+            for mode in (True, False):
+                plain = functional_call(module.train(mode), _copied(tensors), (x,))
+                mapped = vmap(functools.partial(self.forward, mode), in_dims=(0, None))(
+                    _copied(two), x
+                )
+                if not torch.allclose(mapped, plain.expand_as(mapped), rtol=1e-3, atol=1e-3):
+                    return "mapped over clients it gives other numbers"
+        except RuntimeError as error:
+            if "randomness" in str(error):
+                return "it draws random numbers, which must come from each client's own stream"
+            return str(error).split("\n")[0].split(". ")[0]
+        return None
+
+    def forward(self, training: bool, tensors: dict[str, Tensor], x: Tensor) -> Tensor:
+        """One client's logits; inside ``vmap``."""
+        chain = self.chains[training]
+        y = None if chain is None else mapped_chain(chain, tensors, x)
+        if y is None:
+            module = self.training if training else self.evaluating
+            y = functional_call(module, tensors, (x,))
+        return y.to(x.dtype)
+
+    def evaluate(self, tensors: dict[str, Tensor], x: Tensor) -> Tensor:
+        """One client's logits in evaluation mode."""
+        return self.forward(False, tensors, x)
+
+
+def _copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: t.clone() for name, t in tensors.items()}
+
+
+class StackedNetwork(Network):
+    """The network an objective sees, inside ``vmap``."""
+
+    def __init__(self, module: StackedModule, weights: Weights, public_batchnorm: str) -> None:
+        super().__init__(module.training, weights, public_batchnorm)
+        self._stacked = module
+
+    def at(self, params: dict[str, Tensor]) -> Network:
+        buffers = {name: b.clone() for name, b in self._weights.buffers.items()}
+        return StackedNetwork(self._stacked, Weights(params, buffers), self._public_batchnorm)
+
+    def _forward(self, x: Tensor, buffers: dict[str, Tensor]) -> Tensor:
+        return self._stacked.forward(True, self._weights.params | buffers, x)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The samples of all simulations that share a stack, one after another."""
+
+    x: Tensor
+    y: Tensor
+    public_x: Tensor
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Which samples each step of a stack sees; clients first, then steps."""
+
+    private: list[Tensor]
+    """Positions in :class:`Samples`, a tensor for each of a step's private mini-batches."""
+    public: Tensor | None
+    """Numbers within the client's public set."""
+    public_start: Tensor
+    """Where that set begins in :class:`Samples`, for each client."""
+
+    def of_step(self, number: int) -> tuple[list[Tensor], Tensor | None, Tensor]:
+        private = [positions[:, number] for positions in self.private]
+        public = None if self.public is None else self.public[:, number]
+        return private, public, self.public_start
+
+
+class StackedStep:
+    """One SGD step of a stack of clients, as a function of stacked tensors."""
+
+    def __init__(self, module: StackedModule, first: Sgd) -> None:
+        self.module = module
+        self._objective = first.objective
+        self._batches = first.batches
+        self._public_batchnorm = first.client.population.training.public_batchnorm
+        leaves, self._form = tree_flatten(first.inputs)
+        self._leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+    def __call__(
+        self,
+        weights: Weights,
+        inputs: list[Tensor],
+        samples: Samples,
+        private: list[Tensor],
+        public: Tensor | None,
+        public_start: Tensor,
+        rate: float | Tensor,
+    ) -> None:
+        """Move ``weights`` in place."""
+        attached = Weights({n: t.detach() for n, t in weights.params.items()}, *weights[1:])
+        params = trainable(self.module.training, attached)
+        privates = [(samples.x[where], samples.y[where]) for where in private]
+        publics: tuple[Tensor, ...] = ()
+        if public is not None:
+            publics = samples.public_x[public + public_start[:, None]], public
+        losses = vmap(self._loss_of_one, randomness="error")(*attached, privates, publics, inputs)
+        gradients = torch.autograd.grad(losses.sum(), params, materialize_grads=True)
+        with torch.no_grad():
+            for param, gradient in zip(params, gradients, strict=True):
+                param.detach().sub_(gradient * rate)
+
+    def _loss_of_one(
+        self,
+        params: dict[str, Tensor],
+        buffers: dict[str, Tensor],
+        public_buffers: dict[str, Tensor],
+        privates: list[tuple[Tensor, Tensor]],
+        publics: tuple[Tensor, ...],
+        inputs: list[Tensor],
+    ) -> Tensor:
+        weights = Weights(params, buffers, public_buffers)
+        network = StackedNetwork(self.module, weights, self._public_batchnorm)
+        batches = tuple(Private(x, y) for x, y in privates)
+        given = iter(inputs)
+        leaves = [next(given) if leaf is None else leaf for leaf in self._leaves]
+        return self._objective(
+            network,
+            batches if self._batches > 1 else batches[0],
+            Public(*publics) if publics else None,
+            *tree_unflatten(leaves, self._form),
+        )
+
+
+def stack_inputs(stack: Sequence[Sgd]) -> list[Tensor]:
+    """The tensors among the objectives' inputs, stacked."""
+    columns = zip(*(tree_flatten(request.inputs)[0] for request in stack), strict=True)
+    return [torch.stack(column) for column in columns if isinstance(column[0], Tensor)]
+
+
+def stack_tensors(models: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.stack([model[name].detach() for model in models]) for name in models[0]}
+
+
+def stack_weights(models: Sequence[Weights]) -> Weights:
+    return Weights(*(stack_tensors(parts) for parts in zip(*models, strict=True)))
+
+
+def unstack_weights(weights: Weights, count: int) -> list[Weights]:
+    """Each client's own tensors: copies, for a view would keep the whole stack in memory."""
+    return [
+        Weights(*({n: t[k].detach().clone() for n, t in part.items()} for part in weights))
+        for k in range(count)
+    ]
+
+
+def draw(stack: Sequence[Sgd], starts: Mapping[int, tuple[int, int]]) -> Draws:
+    """What the streams of a stack's clients say. ``starts`` has each population's first sample."""
+    first = stack[0]
+    population = first.client.population
+    training, device = population.training, population.device
+    places = [request.client.population for request in stack]
+    begins = torch.tensor([starts[id(place)] for place in places], device=device)
+    held = [place.positions(r.client.id, "train") for place, r in zip(places, stack, strict=True)]
+    sizes = [len(positions) for positions in held]
+    table = pad_sequence(held, batch_first=True) + begins[:, :1]
+    keys = [request.private_keys() for request in stack]
+    private = []
+    for number in range(first.batches):
+        drawn = uniform_indices_each(
+            [key[number] for key in keys], (first.steps, training.batch_size), sizes, device
+        )
+        private.append(table.gather(1, drawn.flatten(1)).view_as(drawn))
+    public = None
+    if population.algorithm.trains_on_public_set:
+        public = uniform_indices_each(
+            [request.public_key() for request in stack],
+            (first.steps, training.public_batch_size),
+            [len(place.public_x) for place in places],
+            device,
+        )
+    return Draws(private, public, begins[:, 1])
+
+
+@torch.no_grad()
+def forward_stack(
+    module: StackedModule,
+    tensors: dict[str, Tensor],
+    samples: Tensor,
+    where: Tensor,
+    at_once: int,
+) -> Tensor:
+    """Each model's logits at its own positions, in evaluation mode; ``at_once`` samples in all."""
+    forward = vmap(module.evaluate)
+    parts = torch.split(where, max(1, at_once // len(where)), dim=1)
+    return torch.cat([forward(tensors, samples[part]) for part in parts], dim=1)

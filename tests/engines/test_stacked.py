@@ -1,0 +1,262 @@
+"""Every algorithm gives on the stacked engine what it gives on the sequential one, client by
+client; what cannot be stacked is said, and still right."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import perfed
+from perfed import Execution
+from perfed.core.algorithm import Algorithm, Client, Network, Private
+from perfed.core.channel import Channel
+from perfed.core.message import Message
+from perfed.core.tree import flatten
+from perfed.engines import StackedEngine
+from perfed.engines.requests import objective_key
+from perfed.runs.simulation import Simulation
+from tests.conftest import SEQUENTIAL, STACKED, tiny
+
+CNN = {"name": "cnn"}
+CNN_BN = {"name": "cnn", "batchnorm": True}
+ALIKE = {"batchnorm": [CNN_BN], "plain": [CNN]}
+MIXED = ["mlp", CNN_BN, CNN]
+
+
+class Odd(nn.Module):
+    """Layers with a rule beside things that have none, and a parameter outside any layer."""
+
+    def __init__(self, shape: tuple[int, ...], classes: int) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(shape[0], 4, 3, stride=2, padding=1)
+        self.norm = nn.GroupNorm(2, 4)
+        self.scale = nn.Parameter(torch.ones(4, 1, 1))
+        self.head = nn.Sequential(
+            nn.Flatten(), nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, classes)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.scale * self.norm(self.convolution(x)).relu())
+        return logits
+
+
+class WithDropout(nn.Sequential):
+    def __init__(self, shape: tuple[int, ...], classes: int) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(64, 16), nn.Dropout(0.5), nn.Linear(16, classes))
+
+
+class ByValue(nn.Module):
+    def __init__(self, shape: tuple[int, ...], classes: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x.flatten(1))
+        return y if float(y.detach().sum()) > 0 else 2 * y
+
+
+def spec(name: str) -> Any:
+    return {"name": name, "clusters": 2} if name in ("perfed-ckt", "hypcluster") else name
+
+
+def play(simulation: Simulation, rounds: int = 3) -> Simulation:
+    channel = Channel()
+    simulation.begin(channel)
+    for round in range(rounds):
+        simulation.play_round(round, channel)
+    return simulation
+
+
+def recording(experiment: perfed.Experiment) -> Simulation:
+    """On a CPU too: traced, and with a fixed number of lanes."""
+    return Simulation(experiment, how=STACKED, engine=StackedEngine(record=True))
+
+
+def contents(simulation: Simulation) -> dict[str, Tensor]:
+    """Everything a simulation has produced, by name."""
+    records = simulation.population.records
+    clients = {str(k): {"model": records[k].weights, "state": records[k].state} for k in records}
+    messages = simulation._evaluation_messages(9)
+    columns = simulation.population.evaluate(messages, 9)
+    judged = {
+        kind: {name: torch.tensor(values) for name, values in column.items()}
+        for kind, column in columns.items()
+    }
+    return flatten({"clients": clients, "server": simulation.progress.state, "judged": judged})
+
+
+def assert_same(one: Simulation, other: Simulation, tolerance: float) -> None:
+    left, right = contents(one), contents(other)
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        torch.testing.assert_close(
+            tensor, right[name], rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("name", list(perfed.algorithms))
+@pytest.mark.parametrize("models", [[CNN_BN], [CNN], MIXED], ids=["batchnorm", "plain", "mixed"])
+def test_every_algorithm_is_the_same_in_float64(name: str, models: Any) -> None:
+    experiment = tiny(algorithm=spec(name), models=models)
+    reference = play(Simulation(experiment, how=SEQUENTIAL))
+    assert_same(play(Simulation(experiment, how=STACKED)), reference, 1e-8)
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("name", list(perfed.algorithms))
+def test_a_recording_is_the_same_whatever_the_size_of_the_stack(name: str) -> None:
+    """Three architectures, three clients a round: stacks of none to three, in one lane each."""
+    experiment = tiny(algorithm=spec(name), models=MIXED, training={"steps": 3, "decay": 0.5})
+    reference = play(Simulation(experiment, how=SEQUENTIAL), 4)
+    assert_same(play(recording(experiment), 4), reference, 1e-8)
+
+
+@pytest.mark.parametrize("name", list(perfed.algorithms))
+def test_every_algorithm_is_nearly_the_same_in_float32(name: str) -> None:
+    """To a thousandth after three rounds: sums are rounded in another order."""
+    experiment = tiny(algorithm=spec(name), models=MIXED)
+    reference = play(Simulation(experiment, how=SEQUENTIAL))
+    assert_same(play(Simulation(experiment, how=STACKED)), reference, 1e-3)
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("mode", ["separate", "private", "shared"])
+def test_public_batches_treat_batchnorm_alike(mode: str) -> None:
+    training = {"steps": 3, "batch_size": 8, "public_batch_size": 8, "public_batchnorm": mode}
+    experiment = tiny(models=[CNN_BN], training=training)
+    reference = play(Simulation(experiment, how=SEQUENTIAL))
+    assert_same(play(Simulation(experiment, how=STACKED)), reference, 1e-8)
+    assert_same(play(recording(experiment)), reference, 1e-8)
+
+
+@pytest.mark.usefixtures("float64")
+def test_a_users_own_module_is_stacked(caplog: pytest.LogCaptureFixture) -> None:
+    experiment = tiny(models=[f"{__name__}:Odd"])
+    reference = play(Simulation(experiment, how=SEQUENTIAL))
+    assert_same(play(Simulation(experiment, how=STACKED)), reference, 1e-8)
+    assert not caplog.records
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize(
+    ("module", "reason"), [("WithDropout", "draws random numbers"), ("ByValue", ".item()")]
+)
+def test_what_cannot_be_mapped_runs_sequentially_and_says_why(
+    module: str, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    experiment = tiny(models=[f"{__name__}:{module}", CNN_BN])
+    reference = play(Simulation(experiment, how=SEQUENTIAL))
+    with caplog.at_level(logging.WARNING):
+        stacked = play(Simulation(experiment, how=STACKED))
+    assert_same(stacked, reference, 1e-8)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert module in line
+    assert "sequential" in line
+    assert reason in line
+
+
+class Closing(Algorithm):
+    """Hides a tensor of each client in the closure of its objective, against the advice."""
+
+    def client_round(self, client: Client, message: Message) -> Message:
+        anchor = client.weights.params["1.weight"] * client.samples
+
+        def objective(model: Network, private: Private, public: None) -> Tensor:
+            return model(private.x).square().mean() + (anchor * model.params["1.weight"]).sum()
+
+        client.weights = client.sgd(client.weights, objective)
+        return Message()
+
+
+class Deciding(Algorithm):
+    """Decides by a tensor's value how often to train: stacks differ from step to step."""
+
+    def client_round(self, client: Client, message: Message) -> Message:
+        for _ in range(1 + int(client.samples) % 3):
+            client.weights = client.sgd(client.weights, mean_square)
+        client.state = {"noise": torch.rand(2)}  # from the client's own stream
+        return Message()
+
+
+def mean_square(model: Network, private: Private, public: None) -> Tensor:
+    return model(private.x).square().mean()
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("algorithm", [Closing(), Deciding()])
+def test_algorithms_that_do_as_they_like(algorithm: Algorithm) -> None:
+    experiment = tiny(algorithm="local", models=["mlp"])
+    object.__setattr__(experiment, "algorithm", algorithm)
+    reference = play(Simulation(experiment, how=SEQUENTIAL))
+    assert_same(play(Simulation(experiment, how=STACKED)), reference, 1e-8)
+
+
+def test_which_objectives_are_equal() -> None:
+    def made(factor: Any) -> Callable[[Tensor], Tensor]:
+        return lambda x: x * factor
+
+    assert objective_key(made(2.0)) == objective_key(made(2.0))
+    assert objective_key(made(2.0)) != objective_key(made(3.0))
+    assert objective_key(made(torch.ones(2))) is None
+    three, four = (perfed.algorithms.build({"name": "perfed-ckt", "weight": w}) for w in (3, 4))
+    again = perfed.algorithms.build({"name": "perfed-ckt", "weight": 3})
+    assert objective_key(three.objective) == objective_key(again.objective)  # type: ignore[attr-defined]
+    assert objective_key(three.objective) != objective_key(four.objective)  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("float64")
+def test_seeds_side_by_side_are_the_same_as_one_after_another(tmp_path: Path) -> None:
+    comparison = perfed.Comparison(
+        experiment=tiny(models=MIXED, rounds=3),
+        algorithms=({"name": "perfed-ckt", "clusters": 2}, "scaffold"),
+        seeds=(0, 1, 2),
+    )
+    alone = perfed.compare(comparison, tmp_path / "alone", how=STACKED)
+    beside = perfed.compare(comparison, tmp_path / "beside", how=STACKED, side_by_side=True)
+    assert len(beside.results) == 6
+    for one, other in zip(alone.results, beside.results, strict=True):
+        assert one.path.name == other.path.name
+        left, right = (flat_numbers(result.path / "clients.jsonl") for result in (one, other))
+        np.testing.assert_allclose(left, right, rtol=1e-8)
+
+
+def flat_numbers(path: Path) -> list[float]:
+    """All numbers of a log, in order."""
+
+    def walk(value: Any) -> Iterator[float]:
+        if isinstance(value, dict | list):
+            for inner in value.values() if isinstance(value, dict) else value:
+                yield from walk(inner)
+        else:
+            yield float(value)
+
+    return [number for line in path.read_text().splitlines() for number in walk(json.loads(line))]
+
+
+@pytest.mark.parametrize("engine", ["sequential", "stacked"])
+def test_bf16_keeps_weights_in_float32_and_stays_close(engine: Any) -> None:
+    experiment = tiny(models=[CNN_BN], training={"steps": 10, "batch_size": 16})
+    exact = play(Simulation(experiment, how=SEQUENTIAL))
+    how = Execution(engine=engine, device="cpu", precision="bf16")
+    rough = play(Simulation(experiment, how=how))
+    weights = [record.weights.params["0.weight"] for record in rough.population.records.values()]
+    assert weights
+    assert {weight.dtype for weight in weights} == {torch.float32}
+    assert_same(rough, exact, 0.2)
+    with pytest.raises(AssertionError):
+        assert_same(rough, exact, 1e-5)
+
+
+def test_a_client_that_is_not_drawn_keeps_nothing() -> None:
+    experiment = tiny(algorithm={"name": "local", "participation": "drawn"}, clients=20)
+    simulation = play(Simulation(experiment, how=STACKED), 1)
+    assert len(simulation.population.records) == 3
