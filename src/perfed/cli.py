@@ -16,6 +16,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.table import Table
 
 import perfed
+from perfed import bench as timing
 from perfed.config import (
     Comparison,
     Experiment,
@@ -160,6 +161,13 @@ def list_(
             _print_presets(console)
         else:
             _print_registry(console, title, registries[title])
+
+
+@app.command()
+def bench(device: DeviceOption = "auto", as_json: JsonOption = False) -> None:
+    """Time both engines on the same work: a minute or two."""
+    result = timing.bench(device)
+    print(json.dumps(result, indent=1) if as_json else timing.render(result))
 
 
 @app.command()

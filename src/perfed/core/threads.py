@@ -1,11 +1,18 @@
-"""How many threads torch may use on the CPU."""
+"""How many threads torch may use on the CPU, and threads for what waits for a disk."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import islice
+from typing import TypeVar
 
 import torch
+
+Item = TypeVar("Item")
+Made = TypeVar("Made")
+WRITERS = 8
 
 
 @contextmanager
@@ -18,3 +25,11 @@ def cpu_threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def in_threads(function: Callable[[Item], Made], items: Iterable[Item]) -> Iterator[Made]:
+    """``map``, a few items at a time: no more of them are in memory at once."""
+    remaining = iter(items)
+    with ThreadPoolExecutor(WRITERS) as pool:
+        while few := list(islice(remaining, WRITERS)):
+            yield from pool.map(function, few)

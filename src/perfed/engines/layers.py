@@ -7,19 +7,38 @@ that have a rule use it, and PyTorch's own batching rules (``torch.func.vmap``) 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from perfed.engines import hopper
+from perfed.engines.hopper import Deferred
 from perfed.engines.lanes import physical
 
-Tensors = Mapping[str, Tensor]
-Rule = Callable[[Any, Tensors, str, Tensor], Tensor]  # (layer, stacked tensors, prefix, input)
+Rule = Callable[[Any, "Tensors", str, Any], Any]  # (layer, stacked tensors, prefix, input)
 Chain = list[tuple[Rule, nn.Module, str]]
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """The stacked parameters and buffers of a module, by name.
+
+    Where private and public samples go through it together, the first ``first`` samples are the
+    private ones, and the rest has buffers of its own.
+    """
+
+    own: Mapping[str, Tensor]
+    first: int | None = None
+    buffers_of_rest: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.own[name]
 
 
 def _linear(layer: nn.Linear, tensors: Tensors, at: str, x: Tensor) -> Tensor:
@@ -37,6 +56,10 @@ def _elementwise(layer: nn.Module, tensors: Tensors, at: str, x: Tensor) -> Tens
     return y
 
 
+def _relu(layer: nn.ReLU, tensors: Tensors, at: str, x: Tensor | Deferred) -> Tensor | Deferred:
+    return x.relu()
+
+
 def _flatten(layer: nn.Flatten, tensors: Tensors, at: str, x: Tensor) -> Tensor:
     def outside(dim: int) -> int:
         return dim + 1 if dim >= 0 else dim
@@ -48,9 +71,16 @@ DENSE_LIMIT = 1 << 16
 """Entries up to which a convolution is written as one dense matrix: tiny images, on a CPU."""
 
 
-def _conv2d(layer: nn.Conv2d, tensors: Tensors, at: str, x: Tensor) -> Tensor:
+def _conv2d(
+    layer: nn.Conv2d, tensors: Tensors, at: str, x: Tensor, bias_grad: bool = True
+) -> Tensor:
     x, weight = in_precision(x, tensors[at + "weight"])
+    bias = None if layer.bias is None else tensors[at + "bias"]
     geometry: tuple[Any, ...] = (layer.stride, layer.padding, layer.dilation)
+    if hopper.usable(x):
+        y = hopper.conv2d(x, weight, bias, geometry, bias_grad=bias_grad)
+        if y is not None:
+            return y
     if x.is_cuda:
         y = conv2d_by_columns(x, weight, *geometry)
     else:
@@ -60,9 +90,8 @@ def _conv2d(layer: nn.Conv2d, tensors: Tensors, at: str, x: Tensor) -> Tensor:
         else:
             pairs = zip(x, weight, strict=True)
             y = torch.stack([F.conv2d(image, kernel, None, *geometry) for image, kernel in pairs])
-    if layer.bias is None:
-        return y
-    return y + tensors[at + "bias"][:, None, :, None, None].to(y.dtype)
+    assert y is not None
+    return y if bias is None else y + bias[:, None, :, None, None].to(y.dtype)
 
 
 def in_precision(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -173,22 +202,57 @@ def conv2d_by_columns(
     return y.reshape(n, -1, rows, columns, out_channels).permute(0, 1, 4, 2, 3)
 
 
-def _batch_norm(layer: nn.BatchNorm2d, tensors: Tensors, at: str, x: Tensor) -> Tensor:
+def _batch_norm(layer: nn.BatchNorm2d, tensors: Tensors, at: str, x: Tensor) -> Tensor | Deferred:
+    n, channels = x.shape[0], x.shape[2]
+    weight = tensors[at + "weight"] if layer.affine else _full(x, 1.0)
+    bias = tensors[at + "bias"] if layer.affine else _full(x, 0.0)
+    tracked = layer.running_mean is not None
+    if tracked and not layer.training:
+        statistics = tensors[at + "running_mean"], tensors[at + "running_var"]
+        if x.ndim == 5 and hopper.usable(x) and not torch.is_grad_enabled():
+            return hopper.batch_norm_evaluating(x, weight, bias, *statistics, layer.eps)
+        scale = weight * (statistics[1] + layer.eps).rsqrt()
+        wide = (n, 1, channels, *(1,) * (x.ndim - 3))
+        shift = bias - statistics[0] * scale
+        return (x * scale.view(wide) + shift.view(wide)).to(x.dtype)
+    running = []
+    if tracked:
+        owners = [tensors.own] if tensors.first is None else [tensors.own, tensors.buffers_of_rest]
+        running = [(own[at + "running_mean"], own[at + "running_var"]) for own in owners]
+        for own in owners:
+            own[at + "num_batches_tracked"].add_(1)
+    first, momentum = tensors.first or x.shape[1], layer.momentum or 0.0
+    if x.ndim == 5 and hopper.usable(x):
+        return hopper.batch_norm(x, weight, bias, running, momentum, layer.eps, first)
+    parts = []
+    halves = torch.split(x, [first, x.shape[1] - first], 1)
+    for number, part in enumerate(halves[: 1 if tensors.first is None else 2]):
+        parts.append(_normalised(part, weight, bias, running[number:][:1], momentum, layer.eps))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+def _full(x: Tensor, value: float) -> Tensor:
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return x.new_full((x.shape[0], x.shape[2]), value, dtype=dtype)
+
+
+def _normalised(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    running: Sequence[tuple[Tensor, Tensor]],
+    momentum: float,
+    eps: float,
+) -> Tensor:
+    """With batch statistics, which move the running ones."""
     n, channels = x.shape[0], x.shape[2]
     wide = (n, 1, channels, *(1,) * (x.ndim - 3))
-    weight = tensors[at + "weight"] if layer.affine else x.new_ones(n, channels)
-    bias = tensors[at + "bias"] if layer.affine else x.new_zeros(n, channels)
-    if not layer.training and layer.running_mean is not None:
-        scale = weight * (tensors[at + "running_var"] + layer.eps).rsqrt()
-        shift = bias - tensors[at + "running_mean"] * scale
-        return (x * scale.view(wide) + shift.view(wide)).to(x.dtype)
-    y, mean, variance = _apply(BatchNorm, x, weight.reshape(wide), bias.reshape(wide), layer.eps)
-    if layer.training and layer.running_mean is not None and layer.momentum is not None:
+    y, mean, variance = _apply(BatchNorm, x, weight.reshape(wide), bias.reshape(wide), eps)
+    for running_mean, running_variance in running:
         count = x.numel() // (n * channels)
         unbiased = variance * (count / (count - 1))
-        tensors[at + "running_mean"].lerp_(mean.view(n, channels), layer.momentum)
-        tensors[at + "running_var"].lerp_(unbiased.view(n, channels), layer.momentum)
-        tensors[at + "num_batches_tracked"].add_(1)
+        running_mean.lerp_(mean.view(n, channels), momentum)
+        running_variance.lerp_(unbiased.view(n, channels), momentum)
     normalised: Tensor = y.to(x.dtype)
     return normalised
 
@@ -224,8 +288,13 @@ class BatchNorm(torch.autograd.Function):
         return dx, slope * scale, dbias, None
 
 
-def _max_pool2d(layer: nn.MaxPool2d, tensors: Tensors, at: str, x: Tensor) -> Tensor:
-    if _halves(layer) and not (x.shape[-1] % 2 or x.shape[-2] % 2):
+def _max_pool2d(layer: nn.MaxPool2d, tensors: Tensors, at: str, x: Tensor | Deferred) -> Tensor:
+    halves = _halves(layer) and not (x.shape[-1] % 2 or x.shape[-2] % 2)
+    if isinstance(x, Deferred):
+        if halves:
+            return x.pooled()
+        x = x.value()
+    if halves:
         if x.is_cuda:
             return max_of_pairs(max_of_pairs(x, -1), -2)
         y: Tensor = _apply(HalvingMaxPool, x)
@@ -285,7 +354,7 @@ def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     return function.apply(*arguments)  # type: ignore[no-untyped-call]
 
 
-_ELEMENTWISE = (nn.ReLU, nn.LeakyReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.SiLU, nn.ELU, nn.Identity)
+_ELEMENTWISE = (nn.LeakyReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.SiLU, nn.ELU, nn.Identity)
 
 
 def rule_for(layer: nn.Module) -> Rule | None:
@@ -293,6 +362,8 @@ def rule_for(layer: nn.Module) -> Rule | None:
     kind = type(layer)
     if kind is nn.Linear:
         return _linear
+    if kind is nn.ReLU:
+        return _relu
     if kind in _ELEMENTWISE:
         return None if getattr(layer, "inplace", False) else _elementwise
     if kind is nn.Flatten:
@@ -308,8 +379,19 @@ def rule_for(layer: nn.Module) -> Rule | None:
     return None
 
 
-def chain_of(module: nn.Module, prefix: str = "") -> Chain | None:
+def chain_of(module: nn.Module) -> Chain | None:
     """The rules that make up the whole of ``module``; None where something in it has no rule."""
+    chain = _links(module, "")
+    if chain is None:
+        return None
+    for i, ((rule, layer, at), (_, after, _)) in enumerate(pairwise(chain)):
+        batch_statistics = getattr(after, "training", False) and isinstance(after, nn.BatchNorm2d)
+        if rule is _conv2d and batch_statistics:  # which takes every channel's mean away
+            chain[i] = (partial(_conv2d, bias_grad=False), layer, at)
+    return chain
+
+
+def _links(module: nn.Module, prefix: str) -> Chain | None:
     if module._forward_hooks or module._forward_pre_hooks:
         return None
     rule = rule_for(module)
@@ -317,37 +399,99 @@ def chain_of(module: nn.Module, prefix: str = "") -> Chain | None:
         return [(rule, module, prefix)]
     if type(module) is not nn.Sequential:
         return None
-    links = [chain_of(child, f"{prefix}{name}.") for name, child in module.named_children()]
+    links = [_links(child, f"{prefix}{name}.") for name, child in module.named_children()]
     return [link for part in links for link in part or []] if None not in links else None
 
 
+def matrices(chain: Chain) -> list[str]:
+    """The parameters that are used in matrix products only."""
+    return [f"{at}weight" for _, layer, at in chain if isinstance(layer, nn.Conv2d | nn.Linear)]
+
+
 def run_chain(chain: Chain, tensors: Tensors, x: Tensor) -> Tensor:
+    at_work: Tensor | Deferred = x
     for rule, layer, prefix in chain:
-        x = rule(layer, tensors, prefix, x)
-    return x
+        if isinstance(at_work, Deferred) and rule not in (_relu, _max_pool2d):
+            at_work = at_work.value()
+        at_work = rule(layer, tensors, prefix, at_work)
+    return at_work.value() if isinstance(at_work, Deferred) else at_work
 
 
 def with_rules(module: nn.Module) -> None:
     """Let every layer of ``module`` that has a rule use it where it is mapped over a stack."""
     chain = chain_of(module)
     if chain is not None:
-        module.forward = partial(_mapped, module, chain)
+        module.forward = partial(_mapped, module, chain, module.forward)
     else:
         for child in module.children():
             with_rules(child)
 
 
-def _mapped(layer: nn.Module, chain: Chain, x: Tensor) -> Tensor:
+def _mapped(
+    layer: nn.Module, chain: Chain, otherwise: Callable[[Tensor], Tensor], x: Tensor
+) -> Tensor:
     tensors = dict(layer.named_parameters()) | dict(layer.named_buffers())
     y = mapped_chain(chain, tensors, x)
-    return type(layer).forward(layer, x) if y is None else y
+    return otherwise(x) if y is None else y
 
 
-def mapped_chain(chain: Chain, tensors: Tensors, x: Tensor) -> Tensor | None:
+def with_mappable_batch_norm(module: nn.Module) -> None:
+    """PyTorch's own BatchNorm cannot be mapped on every device where it is differentiated inside
+    the mapping, as Per-FedAvg does. Written in basic operations it can."""
+    for layer in module.modules():
+        if type(layer) in (nn.BatchNorm1d, nn.BatchNorm2d) and layer.momentum is not None:
+            layer.forward = partial(_batch_norm_in_basics, layer)  # type: ignore[arg-type]
+
+
+def _batch_norm_in_basics(layer: nn.BatchNorm2d, x: Tensor) -> Tensor:
+    """One client's BatchNorm."""
+    mean, variance = layer.running_mean, layer.running_var
+    if layer.training or mean is None or variance is None:
+        dims = (0, *range(2, x.ndim))
+        own_mean, own_variance = x.mean(dims), x.var(dims, correction=0)
+        if layer.training and mean is not None and variance is not None:
+            count, keep = x.numel() // x.shape[1], 1 - (layer.momentum or 0.0)
+            unbiased = own_variance.detach() * (count / (count - 1))
+            mean.mul_(keep).add_(own_mean.detach().to(mean.dtype) * (1 - keep))
+            variance.mul_(keep).add_(unbiased.to(variance.dtype) * (1 - keep))
+            assert layer.num_batches_tracked is not None
+            layer.num_batches_tracked.add_(1)
+        mean, variance = own_mean, own_variance
+    wide = (1, -1, *(1,) * (x.ndim - 2))
+    y = (x - mean.view(wide)) * (variance + layer.eps).rsqrt().view(wide)
+    return y * layer.weight.view(wide) + layer.bias.view(wide) if layer.affine else y
+
+
+def mapped_chain(chain: Chain, tensors: Mapping[str, Tensor], x: Tensor) -> Tensor | None:
     """Inside ``vmap``, the chain for all clients; None where it is not plainly that."""
     stack = physical([x, *tensors.values()])
     if stack is None:
         return None
     with stack.entered():
-        y = run_chain(chain, dict(zip(tensors, stack.tensors[1:], strict=True)), stack.tensors[0])
+        named = dict(zip(tensors, stack.tensors[1:], strict=True))
+        y = run_chain(chain, Tensors(named), stack.tensors[0])
     return stack.wrap(y)
+
+
+def mapped_chain_of_both(
+    chain: Chain,
+    params: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    public_buffers: Mapping[str, Tensor],
+    private: Tensor,
+    public: Tensor,
+) -> tuple[Tensor, Tensor] | None:
+    """Private and public samples in one go, each with their own batch statistics and buffers."""
+    stack = physical(
+        [private, public, *params.values(), *buffers.values(), *public_buffers.values()]
+    )
+    if stack is None:
+        return None
+    with stack.entered():
+        private, public, *rest = stack.tensors
+        own = dict(zip([*params, *buffers], rest, strict=False))
+        other = dict(zip(public_buffers, rest[len(own) :], strict=True))
+        tensors = Tensors(own, private.shape[1], other)
+        y = run_chain(chain, tensors, torch.cat([private, public], 1))
+        first, second = y[:, : private.shape[1]], y[:, private.shape[1] :]
+    return stack.wrap(first), stack.wrap(second)

@@ -20,8 +20,17 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from perfed.core.algorithm import Network, Private, Public, trainable
 from perfed.core.streams import uniform_indices_each
 from perfed.core.tree import Weights
+from perfed.engines import hopper
 from perfed.engines.base import Sgd
-from perfed.engines.layers import Chain, chain_of, mapped_chain, with_rules
+from perfed.engines.layers import (
+    Chain,
+    chain_of,
+    mapped_chain,
+    mapped_chain_of_both,
+    matrices,
+    with_mappable_batch_norm,
+    with_rules,
+)
 
 
 class StackedModule:
@@ -33,6 +42,7 @@ class StackedModule:
         self.chains: dict[bool, Chain | None] = {}
         for copied in (self.training, self.evaluating):
             self.chains[copied.training] = chain_of(copied)
+            with_mappable_batch_norm(copied)
             if self.chains[copied.training] is None:
                 with_rules(copied)
         self.obstacle = self._obstacle(module, few)
@@ -77,18 +87,58 @@ def _copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 class StackedNetwork(Network):
-    """The network an objective sees, inside ``vmap``."""
+    """The network an objective sees, inside ``vmap``.
 
-    def __init__(self, module: StackedModule, weights: Weights, public_batchnorm: str) -> None:
+    Where it is known that the objective will ask for the logits of one private and one public
+    mini-batch, ``together``, both go through the network at once when it asks for the first.
+    """
+
+    def __init__(
+        self,
+        module: StackedModule,
+        weights: Weights,
+        public_batchnorm: str,
+        rounded: dict[str, Tensor],
+        asked: list[Tensor],
+        together: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
         super().__init__(module.training, weights, public_batchnorm)
         self._stacked = module
+        self._rounded = rounded
+        self._asked = asked
+        self._together = together
+        self._logits: tuple[Tensor, Tensor] | None = None
 
     def at(self, params: dict[str, Tensor]) -> Network:
         buffers = {name: b.clone() for name, b in self._weights.buffers.items()}
-        return StackedNetwork(self._stacked, Weights(params, buffers), self._public_batchnorm)
+        weights = Weights(params, buffers)
+        return StackedNetwork(self._stacked, weights, self._public_batchnorm, {}, self._asked)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self._asked.append(x)
+        both = self._both(x)
+        return both[0] if both else super().__call__(x)
+
+    def public(self, x: Tensor) -> Tensor:
+        self._asked.append(x)
+        both = self._both(x)
+        return both[1] if both else super().public(x)
+
+    def _both(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
+        if self._together is None or not any(x is batch for batch in self._together):
+            return None
+        if self._logits is None:
+            chain = self._stacked.chains[True]
+            assert chain is not None
+            params, buffers, public_buffers = self._weights
+            self._logits = mapped_chain_of_both(
+                chain, params | self._rounded, buffers, public_buffers, *self._together
+            )
+            assert self._logits is not None
+        return self._logits[0].to(x.dtype), self._logits[1].to(x.dtype)
 
     def _forward(self, x: Tensor, buffers: dict[str, Tensor]) -> Tensor:
-        return self._stacked.forward(True, self._weights.params | buffers, x)
+        return self._stacked.forward(True, self._weights.params | self._rounded | buffers, x)
 
 
 @dataclass(frozen=True)
@@ -127,6 +177,11 @@ class StackedStep:
         self._public_batchnorm = first.client.population.training.public_batchnorm
         leaves, self._form = tree_flatten(first.inputs)
         self._leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        separate = bool(first.weights.public_buffers) or not first.weights.buffers
+        self._may_join = separate and first.batches == 1 and module.chains[True] is not None
+        self._joins: bool | None = None
+        """Whether private and public samples go through the network together; not known before
+        the first step has shown what the objective asks for."""
 
     def __call__(
         self,
@@ -136,41 +191,74 @@ class StackedStep:
         private: list[Tensor],
         public: Tensor | None,
         public_start: Tensor,
-        rate: float | Tensor,
+        rate: Tensor,
     ) -> None:
         """Move ``weights`` in place."""
         attached = Weights({n: t.detach() for n, t in weights.params.items()}, *weights[1:])
         params = trainable(self.module.training, attached)
+        rounded = self._rounded(attached.params)
         privates = [(samples.x[where], samples.y[where]) for where in private]
         publics: tuple[Tensor, ...] = ()
         if public is not None:
             publics = samples.public_x[public + public_start[:, None]], public
-        losses = vmap(self._loss_of_one, randomness="error")(*attached, privates, publics, inputs)
-        gradients = torch.autograd.grad(losses.sum(), params, materialize_grads=True)
+        losses = vmap(self._loss_of_one, randomness="error")(
+            *attached, rounded, privates, publics, inputs
+        )
+        pairs = [(param, param) for param in params]
+        pairs += [(attached.params[name], matrix) for name, matrix in rounded.items()]
+        gradients = torch.autograd.grad(losses.sum(), [t for _, t in pairs], allow_unused=True)
         with torch.no_grad():
-            for param, gradient in zip(params, gradients, strict=True):
-                param.detach().sub_(gradient * rate)
+            for (param, _), gradient in zip(pairs, gradients, strict=True):
+                if gradient is not None:
+                    hopper.descend(param.detach(), gradient, rate)
+
+    def _rounded(self, params: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Under autocast, the matrices as the network uses them. Their gradients are taken in that
+        precision, and need not be widened before they meet the weights."""
+        chain, kind = self.module.chains[True], next(iter(params.values())).device.type
+        if chain is None or not torch.is_autocast_enabled(kind):
+            return {}
+        dtype = torch.get_autocast_dtype(kind)
+        return {
+            name: params[name].detach().to(dtype).requires_grad_()
+            for name in matrices(chain)
+            if params[name].requires_grad
+        }
 
     def _loss_of_one(
         self,
         params: dict[str, Tensor],
         buffers: dict[str, Tensor],
         public_buffers: dict[str, Tensor],
+        rounded: dict[str, Tensor],
         privates: list[tuple[Tensor, Tensor]],
         publics: tuple[Tensor, ...],
         inputs: list[Tensor],
     ) -> Tensor:
-        weights = Weights(params, buffers, public_buffers)
-        network = StackedNetwork(self.module, weights, self._public_batchnorm)
+        asked: list[Tensor] = []
         batches = tuple(Private(x, y) for x, y in privates)
+        together = (batches[0].x, publics[0]) if self._joins else None
+        network = StackedNetwork(
+            self.module,
+            Weights(params, buffers, public_buffers),
+            self._public_batchnorm,
+            rounded,
+            asked,
+            together,
+        )
         given = iter(inputs)
         leaves = [next(given) if leaf is None else leaf for leaf in self._leaves]
-        return self._objective(
+        loss = self._objective(
             network,
             batches if self._batches > 1 else batches[0],
-            Public(*publics) if publics else None,
+            Public(publics[0], publics[1]) if publics else None,
             *tree_unflatten(leaves, self._form),
         )
+        if self._joins is None:
+            both = [batches[0].x, *publics[:1]]
+            as_expected = len(asked) == 2 and {id(x) for x in asked} == {id(x) for x in both}
+            self._joins = self._may_join and as_expected
+        return loss
 
 
 def stack_inputs(stack: Sequence[Sgd]) -> list[Tensor]:

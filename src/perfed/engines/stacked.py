@@ -47,6 +47,8 @@ MOST_LANES = 32
 """Clients in one stack."""
 SAMPLES_AT_ONCE = 4096
 """Samples that one forward pass of a stack sees, over all its clients."""
+SAMPLES_OF_EACH = 512
+"""The same in a recording, of each client."""
 
 log = logging.getLogger("perfed")
 
@@ -68,6 +70,7 @@ class StackedEngine:
         self._lanes: dict[str, int] = {}
         self._tables: Samples | None = None
         self._populations: list[Population] = []
+        self._steps: dict[Hashable, StackedStep] = {}
         self._recordings: dict[Hashable, Any] = {}
 
     def expect(self, population: Population, clients_a_round: int) -> None:
@@ -142,7 +145,9 @@ class StackedEngine:
         trained: list[Weights] = []
         for start in range(0, len(group), lanes):
             stack = group[start : start + lanes]
-            step, draws = StackedStep(module, stack[0]), draw(stack, starts)
+            if kind not in self._steps:
+                self._steps[kind] = StackedStep(module, stack[0])
+            step, draws = self._steps[kind], draw(stack, starts)
             weights = stack_weights([request.weights for request in stack])
             inputs = stack_inputs(stack)
             if self._record:
@@ -152,8 +157,9 @@ class StackedEngine:
                     )
                 weights = self._recordings[kind].run(weights, inputs, draws, stack[0].rate)
             else:
+                rate = torch.tensor(stack[0].rate)
                 for number in range(stack[0].steps):
-                    step(weights, inputs, samples, *draws.of_step(number), stack[0].rate)
+                    step(weights, inputs, samples, *draws.of_step(number), rate)
             trained += unstack_weights(weights, len(stack))
         return trained
 
@@ -170,7 +176,7 @@ class StackedEngine:
             if self._record:
                 if kind not in self._recordings:
                     self._recordings[kind] = RecordedForward(
-                        module, lanes, SAMPLES_AT_ONCE // lanes, tensors, table
+                        module, lanes, SAMPLES_OF_EACH, tensors, table
                     )
                 logits = self._recordings[kind].run(tensors, where)
             else:

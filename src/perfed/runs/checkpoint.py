@@ -8,7 +8,7 @@ removed. Whenever the process dies, the manifest on disk describes a complete st
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from perfed.core import tensorfile
 from perfed.core.channel import Traffic
 from perfed.core.errors import RunError
+from perfed.core.threads import in_threads
 from perfed.core.tree import Tree, flatten, unflatten
 from perfed.engines import ClientRecord
 from perfed.runs.directory import RunDirectory
@@ -48,11 +49,8 @@ class Checkpoints:
     ) -> None:
         self._folder.mkdir(exist_ok=True)
         suffix = f"{progress.next_round:06d}.safetensors"
-        self._write("server", f"server-{suffix}", progress.state)
-        for client in sorted(changed):
-            record = records[client]
-            tree = {"model": record.weights, "state": record.state}
-            self._write(f"client-{client}", f"client-{client}-{suffix}", tree)
+        trees = self._trees(progress, records, changed)
+        self._files |= in_threads(lambda named: self._write(*named, suffix), trees)
         self._directory.sync_logs()  # a manifest must not promise lines that a power cut can take
         manifest = {
             "next_round": progress.next_round,
@@ -94,9 +92,18 @@ class Checkpoints:
     def remove(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _write(self, name: str, file: str, tree: Tree) -> None:
+    def _trees(
+        self, progress: Progress, records: Mapping[int, ClientRecord], changed: set[int]
+    ) -> Iterator[tuple[str, Tree]]:
+        yield "server", progress.state
+        for client in sorted(changed):
+            record = records[client]
+            yield f"client-{client}", {"model": record.weights, "state": record.state}
+
+    def _write(self, name: str, tree: Tree, suffix: str) -> tuple[str, dict[str, Any]]:
+        file = f"{name}-{suffix}"
         checksum = tensorfile.save(self._folder / file, flatten(tree))
-        self._files[name] = {"file": file, "checksum": checksum}
+        return name, {"file": file, "checksum": checksum}
 
     def _read(self, entry: Mapping[str, Any], device: torch.device) -> Tree:
         path: Path = self._folder / entry["file"]

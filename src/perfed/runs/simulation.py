@@ -16,7 +16,7 @@ import torch
 
 from perfed.config import Comparison, Experiment, parse, read_mapping
 from perfed.core import tensorfile
-from perfed.core.algorithm import Algorithm, ClientInfo, Reply, Server
+from perfed.core.algorithm import Algorithm, ClientInfo, Judged, Reply, Server
 from perfed.core.channel import Channel, Traffic
 from perfed.core.errors import ConfigError, Diverged, RunError
 from perfed.core.message import Message
@@ -24,7 +24,7 @@ from perfed.core.metrics import summarize
 from perfed.core.schema import plain
 from perfed.core.selection import select_clients
 from perfed.core.streams import torch_stream
-from perfed.core.threads import cpu_threads
+from perfed.core.threads import WRITERS, cpu_threads, in_threads
 from perfed.core.tree import Weights, flatten
 from perfed.data import build_federation
 from perfed.engines import ClientStore, Engine, Execution, Job, Population, evaluation, outcome
@@ -34,6 +34,7 @@ from perfed.runs.directory import RunDirectory, default_path, environment
 from perfed.runs.result import Result, headline
 
 AUTOMATIC = Execution()
+CHECKPOINT_SHARE = 0.05  # of a run's time, at most, is spent writing checkpoints
 T = TypeVar("T")
 Steps = Generator[list[Job], list[Any], T]
 """A computation that hands out jobs, and goes on when it gets what they returned."""
@@ -186,7 +187,7 @@ class Simulation:
             callback.on_start(experiment, directory.path, progress.next_round)
         if progress.next_round == 0 and (opening := (yield from self._opening(channel))):
             directory.append("rounds.jsonl", opening)
-        last_saved = time.monotonic()
+        last_saved, wait = time.monotonic(), self.how.checkpoint_seconds
         for round in range(progress.next_round, experiment.rounds):
             began = time.monotonic()
             self.seconds = {}
@@ -207,10 +208,13 @@ class Simulation:
             directory.append("timing.jsonl", {"round": round, **self.seconds})
             progress.next_round = round + 1
             progress.log_sizes = directory.log_sizes()
-            if time.monotonic() - last_saved >= self.how.checkpoint_seconds:
+            if time.monotonic() - last_saved >= wait:
+                began_saving = time.monotonic()
                 checkpoints.save(progress, self.population.records, self.changed)
                 self.changed.clear()
                 last_saved = time.monotonic()
+                if self.how.checkpoint_seconds:  # large models are written less often
+                    wait = max(wait, (last_saved - began_saving) / CHECKPOINT_SHARE)
             accuracy = headline(evaluation)["test_accuracy"] if evaluation else None
             seconds = time.monotonic() - began
             for callback in self.callbacks:
@@ -321,22 +325,24 @@ class Simulation:
         """Every client's final model; what several clients share is written once."""
         folder = directory.path / "models"
         folder.mkdir(exist_ok=True)
-        written: dict[bytes, str] = {}
-        index: dict[str, dict[str, str]] = {}
         last = self.experiment.rounds - 1
         jobs = self.population.model_jobs(self._evaluation_messages(last), last)
-        for client, models in enumerate((yield jobs)):
-            for kind, model in models.items():
-                if isinstance(model, Weights):
-                    tensors = model.params | model.buffers
-                else:
-                    tensors = {"class_prior_logits": model.logits}
-                content = tensorfile.encode(tensors)
-                digest = blake2b(content).digest()
-                if digest not in written:
-                    written[digest] = f"{kind}-{client:04d}.safetensors"
-                    tensorfile.write_atomically(folder / written[digest], content)
-                index.setdefault(str(client), {})[kind] = written[digest]
+        named = (
+            (str(client), kind, model)
+            for client, models in enumerate((yield jobs))
+            for kind, model in models.items()
+        )
+        written: dict[bytes, str] = {}
+        index: dict[str, dict[str, str]] = {}
+        new: list[tuple[Path, bytes]] = []
+        for client, kind, content, digest in in_threads(_encoded, named):
+            if digest not in written:
+                written[digest] = f"{kind}-{int(client):04d}.safetensors"
+                new.append((folder / written[digest], content))
+            index.setdefault(client, {})[kind] = written[digest]
+            if len(new) >= WRITERS:
+                _write_all(new)
+        _write_all(new)
         directory.write_json(
             "models/index.json",
             {
@@ -408,6 +414,20 @@ class Simulation:
         began = time.perf_counter()
         yield
         self.seconds[phase] = time.perf_counter() - began
+
+
+def _encoded(named: tuple[str, str, Judged]) -> tuple[str, str, bytes, bytes]:
+    client, kind, model = named
+    if isinstance(model, Weights):
+        content = tensorfile.encode(model.params | model.buffers)
+    else:
+        content = tensorfile.encode({"class_prior_logits": model.logits})
+    return client, kind, content, blake2b(content).digest()
+
+
+def _write_all(files: list[tuple[Path, bytes]]) -> None:
+    list(in_threads(lambda file: tensorfile.write_atomically(*file), files))
+    files.clear()
 
 
 def drive(steps: Steps[T], engine: Engine) -> T:
