@@ -30,7 +30,6 @@ class Recording:
             for tensor, value in zip(changes, before, strict=True):
                 tensor.copy_(value)
 
-        function()  # a first time: now it is known what the objective asks for
         self.output: Tensor | None = None
         self.run = self._plain(function)
         if device.type == "cuda":

@@ -180,8 +180,7 @@ class StackedStep:
         separate = bool(first.weights.public_buffers) or not first.weights.buffers
         self._may_join = separate and first.batches == 1 and module.chains[True] is not None
         self._joins: bool | None = None
-        """Whether private and public samples go through the network together; not known before
-        the first step has shown what the objective asks for."""
+        """Whether private and public samples go through the network together; not known yet."""
 
     def __call__(
         self,
@@ -194,16 +193,13 @@ class StackedStep:
         rate: Tensor,
     ) -> None:
         """Move ``weights`` in place."""
+        if self._joins is None:  # try it on a copy, which tells what the objective asks for
+            copied = Weights(*({n: t.clone() for n, t in part.items()} for part in weights))
+            self._losses(copied, {}, inputs, samples, private, public, public_start)
         attached = Weights({n: t.detach() for n, t in weights.params.items()}, *weights[1:])
         params = trainable(self.module.training, attached)
         rounded = self._rounded(attached.params)
-        privates = [(samples.x[where], samples.y[where]) for where in private]
-        publics: tuple[Tensor, ...] = ()
-        if public is not None:
-            publics = samples.public_x[public + public_start[:, None]], public
-        losses = vmap(self._loss_of_one, randomness="error")(
-            *attached, rounded, privates, publics, inputs
-        )
+        losses = self._losses(attached, rounded, inputs, samples, private, public, public_start)
         pairs = [(param, param) for param in params]
         pairs += [(attached.params[name], matrix) for name, matrix in rounded.items()]
         gradients = torch.autograd.grad(losses.sum(), [t for _, t in pairs], allow_unused=True)
@@ -211,6 +207,25 @@ class StackedStep:
             for (param, _), gradient in zip(pairs, gradients, strict=True):
                 if gradient is not None:
                     hopper.descend(param.detach(), gradient, rate)
+
+    def _losses(
+        self,
+        weights: Weights,
+        rounded: dict[str, Tensor],
+        inputs: list[Tensor],
+        samples: Samples,
+        private: list[Tensor],
+        public: Tensor | None,
+        public_start: Tensor,
+    ) -> Tensor:
+        privates = [(samples.x[where], samples.y[where]) for where in private]
+        publics: tuple[Tensor, ...] = ()
+        if public is not None:
+            publics = samples.public_x[public + public_start[:, None]], public
+        losses: Tensor = vmap(self._loss_of_one, randomness="error")(
+            *weights, rounded, privates, publics, inputs
+        )
+        return losses
 
     def _rounded(self, params: dict[str, Tensor]) -> dict[str, Tensor]:
         """Under autocast, the matrices as the network uses them. Their gradients are taken in that
