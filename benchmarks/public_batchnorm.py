@@ -79,7 +79,9 @@ def settings(data: str, folder: Path) -> Iterator[tuple[str, dict[str, Any], ran
 def validation_accuracy(experiment: dict[str, Any], device: str) -> float:
     with tempfile.TemporaryDirectory() as folder:
         built = from_mapping(perfed.Experiment, COMMON | experiment)
-        summary = perfed.run(built, Path(folder) / "run", how=perfed.Execution(device=device)).summary
+        summary = perfed.run(
+            built, Path(folder) / "run", how=perfed.Execution(device=device)
+        ).summary
     return float(summary["models"]["personal"]["last"]["validation_accuracy"])
 
 

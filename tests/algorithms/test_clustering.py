@@ -3,8 +3,11 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from sklearn.cluster import KMeans
 
-from perfed.algorithms.clustering import cmeans, nearest
+from perfed.algorithms.clustering import cluster, cmeans, few_axes, nearest
 
 
 def inertia(points: torch.Tensor, centroids: torch.Tensor) -> float:
@@ -27,6 +30,30 @@ def test_centroids_are_the_optimum_of_c_means(seed: int) -> None:
     centroids = cmeans(points, 3, np.random.default_rng(seed))
     assert centroids.shape == (3, 3, 2)
     assert inertia(points, centroids) == pytest.approx(best_inertia(points, 3), rel=1e-9)
+
+
+@given(st.integers(0, 10**6), st.integers(5, 20), st.integers(2, 5))
+def test_clusters_are_about_as_good_as_a_librarys(seed: int, points: int, clusters: int) -> None:
+    random = np.random.default_rng(seed)
+    centers = 3 * random.normal(size=(clusters, 40))
+    cloud = random.normal(size=(points, 40)) + centers[random.integers(0, clusters, points)]
+    ours = inertia(*map(torch.from_numpy, (cloud, centroids_of(cloud, clusters, random))))
+    theirs = KMeans(clusters, n_init=10, random_state=0).fit(cloud).inertia_
+    assert ours <= 1.15 * theirs
+
+
+def centroids_of(points: np.ndarray, clusters: int, random: np.random.Generator) -> np.ndarray:
+    labels = cluster(few_axes(points), clusters, random)
+    assert set(labels) == set(range(clusters))  # none is empty
+    return np.stack([points[labels == c].mean(axis=0) for c in range(clusters)])
+
+
+def test_few_axes_keep_distances() -> None:
+    points = np.random.default_rng(0).normal(size=(7, 300))
+    few = few_axes(points)
+    assert few.shape == (7, 7)
+    both = [np.linalg.norm(p[:, None] - p, axis=2) for p in (points, few)]
+    np.testing.assert_allclose(*both, atol=1e-9)
 
 
 def test_one_cluster_is_the_mean_and_m_clusters_are_the_matrices() -> None:

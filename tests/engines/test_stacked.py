@@ -242,6 +242,28 @@ def flat_numbers(path: Path) -> list[float]:
     return [number for line in path.read_text().splitlines() for number in walk(json.loads(line))]
 
 
+def test_private_and_public_samples_share_a_pass_only_where_both_are_asked_for() -> None:
+    def passes(weight: float) -> list[tuple[int, ...]]:
+        seen: list[tuple[int, ...]] = []
+        spec = {"name": "perfed-ckt", "clusters": 2, "weight": weight}
+        simulation = Simulation(tiny(models=["mlp"], algorithm=spec), how=STACKED)
+        play(simulation, 1)
+        (module,) = simulation.engine._modules.values()  # type: ignore[attr-defined]
+        flatten_layer = module.chains[True][0]
+        rule = flatten_layer[0]
+
+        def spying(layer: Any, tensors: Any, at: str, x: Tensor) -> Tensor:
+            seen.append(tuple(x.shape[:2]))
+            return rule(layer, tensors, at, x)
+
+        module.chains[True][0] = (spying, *flatten_layer[1:])
+        simulation.play_round(1, Channel())
+        return seen
+
+    assert passes(2.0) == [(3, 16), (3, 16)]  # two steps, 8 private and 8 public samples in each
+    assert passes(0.0) == [(3, 8), (3, 8)]
+
+
 @pytest.mark.parametrize("engine", ["sequential", "stacked"])
 def test_bf16_keeps_weights_in_float32_and_stays_close(engine: Any) -> None:
     experiment = tiny(models=[CNN_BN], training={"steps": 10, "batch_size": 16})

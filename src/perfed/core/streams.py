@@ -35,8 +35,15 @@ def torch_stream(seed: int, purpose: str, client: int = -1, round: int = -1) -> 
     """Inside, torch's global generators (dropout, initialisation) are this stream."""
     devices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(stream_key(seed, purpose, client, round))
+        seed_generators(stream_key(seed, purpose, client, round))
         yield
+
+
+def seed_generators(key: int) -> None:
+    """``torch.manual_seed``, which without a GPU notes every call for later, with its stack."""
+    torch.default_generator.manual_seed(key)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed_all(key)
 
 
 def uniform_indices(key: int, shape: tuple[int, ...], bound: int, device: torch.device) -> Tensor:

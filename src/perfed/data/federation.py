@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from perfed.core.errors import ConfigError
 from perfed.core.schema import Options, option
 from perfed.core.streams import numpy_stream
 from perfed.data.datasets import Dataset, Samples
-from perfed.data.partition import Given, Partition, move_to_minimum
+from perfed.data.partition import Given, Partition, held_by, move_to_minimum
 
 SMALLEST_CLIENT = 3  # one sample each to train, to validate and to test
 
@@ -64,11 +65,11 @@ class Federation:
     def input_shape(self) -> tuple[int, ...]:
         return tuple(self.samples.x.shape[1:])
 
-    @property
+    @cached_property
     def train_sizes(self) -> np.ndarray:
         return np.array([len(split.train) for split in self.splits])
 
-    @property
+    @cached_property
     def test_sizes(self) -> np.ndarray:
         return np.array([len(split.test) for split in self.splits])
 
@@ -103,7 +104,7 @@ def build_federation(
         owner = partition.assign(samples.y, samples.classes, clients, random)
     before, minimum = owner, partition.minimum_size()
     owner = move_to_minimum(owner, clients, minimum, random)
-    holdings = _group(owner, clients)
+    holdings = held_by(owner, clients)
     smallest = min(range(clients), key=lambda client: len(holdings[client]))
     if len(holdings[smallest]) < SMALLEST_CLIENT:
         raise ConfigError(
@@ -127,11 +128,6 @@ def _given_owner(samples: Samples, clients: int) -> np.ndarray:
     if len(names) != clients:
         raise ConfigError(f"the data names {len(names)} clients, not {clients}", "clients")
     return owner
-
-
-def _group(owner: np.ndarray, clients: int) -> list[np.ndarray]:
-    order = np.argsort(owner, kind="stable")
-    return np.split(order, np.searchsorted(owner[order], np.arange(1, clients)))
 
 
 def split_client(held: np.ndarray, split: Split, seed: int, client: int) -> ClientSplit:

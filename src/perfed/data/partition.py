@@ -186,6 +186,12 @@ def _deal(count: int, hands: int, random: np.random.Generator, names: np.ndarray
     return np.asarray(names[random.permutation(np.arange(count) % hands)])
 
 
+def held_by(owner: np.ndarray, clients: int) -> list[np.ndarray]:
+    """Each client's samples, in their order."""
+    order = np.argsort(owner, kind="stable")
+    return np.split(order, np.searchsorted(owner[order], np.arange(1, clients)))
+
+
 def move_to_minimum(
     owner: np.ndarray, clients: int, minimum: int, random: np.random.Generator
 ) -> np.ndarray:
@@ -201,7 +207,7 @@ def move_to_minimum(
             "partition.minimum",
         )
     owner = owner.copy()
-    holdings = [list(random.permutation(np.flatnonzero(owner == k))) for k in range(clients)]
+    holdings = [list(random.permutation(held)) for held in held_by(owner, clients)]
     largest = [(-len(held), client) for client, held in enumerate(holdings)]
     heapq.heapify(largest)
     for client, held in enumerate(holdings):

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from perfed.core.streams import seed_generators
 from perfed.core.tree import Weights
 from perfed.engines.base import Job, Logits, Request, Sgd
 from perfed.engines.population import Population
@@ -266,7 +267,7 @@ class JobStreams:
         if number in self._states:
             torch.set_rng_state(self._states[number])
         else:
-            torch.manual_seed(self._jobs[number].key())
+            seed_generators(self._jobs[number].key())
         yield
         self._states[number] = torch.get_rng_state()
 

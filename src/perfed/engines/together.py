@@ -8,6 +8,7 @@ sees what all clients want at the same moment.
 
 from __future__ import annotations
 
+import _thread
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -22,21 +23,23 @@ class _Abandoned(BaseException):
     """Unwinds a job that nobody waits for any more."""
 
 
-class _Member(threading.Thread, Generic[Request]):
-    """A job, and the baton that says whether it or the conductor is running."""
+class _Member(Generic[Request]):
+    """A job, and the two batons that say whether it or the conductor is running."""
 
     def __init__(self, work: Callable[[Ask[Request]], Any]) -> None:
-        super().__init__(daemon=True)
         self._work = work
-        self._turn = threading.Semaphore(0)
-        self._rest = threading.Semaphore(0)
+        self._turn, self._rest = threading.Lock(), threading.Lock()
+        self._turn.acquire()
+        self._rest.acquire()
         self._abandoned = self._ended = False
         self.request: Request | None = None
         self.answer: Any = None
         self.result: Any = None
         self.error: BaseException | None = None
+        # Not threading.Thread, whose start() waits for the new thread.
+        _thread.start_new_thread(self._run, ())
 
-    def run(self) -> None:
+    def _run(self) -> None:
         self._turn.acquire()
         try:
             if not self._abandoned:
@@ -64,7 +67,7 @@ class _Member(threading.Thread, Generic[Request]):
 
     def abandon(self) -> None:
         self._abandoned = True
-        if self.ident is not None and not self._ended:
+        if not self._ended:
             self.take_turn()
 
 
@@ -74,10 +77,10 @@ def perform_together(
     turn: Callable[[int], AbstractContextManager[Any]],
 ) -> list[Any]:
     """What each of ``works`` returns; ``turn(i)`` surrounds every stretch that work *i* runs."""
-    members: list[_Member[Request]] = [_Member(work) for work in works]
+    members: list[_Member[Request]] = []
     try:
-        for member in members:
-            member.start()
+        for work in works:
+            members.append(_Member(work))
         waiting = list(enumerate(members))
         while waiting:
             for number, member in waiting:

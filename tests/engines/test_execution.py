@@ -1,0 +1,60 @@
+"""Which engine, device and precision a run gets, and that it says so."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import perfed
+from perfed import Execution
+from perfed.core.errors import ConfigError, RunError
+from perfed.engines import SequentialEngine, StackedEngine
+from tests.conftest import tiny
+
+
+def test_the_default_picks_by_device_and_size() -> None:
+    how = Execution(device="cpu")
+    assert isinstance(how.build_engine(1_000), StackedEngine)
+    assert isinstance(how.build_engine(10_000_000), SequentialEngine)
+    asked = Execution(device="cpu", engine="stacked")
+    assert isinstance(asked.build_engine(10_000_000), StackedEngine)
+    assert Execution().torch_device().type == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"engine": "magic"}, "sequential"),
+        ({"precision": "int3"}, "bf16"),
+        ({"store_limit": -1}, "at least 0"),
+    ],
+)
+def test_wrong_choices(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Execution(**wrong)
+
+
+def test_tf32_needs_a_gpu() -> None:
+    with pytest.raises(ConfigError, match="GPU"):
+        Execution(device="cpu", precision="tf32").build_engine(1)
+
+
+def test_a_run_says_how_it_was_executed_and_goes_on_so(tmp_path: Path) -> None:
+    class Stop(perfed.Callback):
+        def on_round(self, report: perfed.runs.RoundReport) -> None:
+            raise KeyboardInterrupt
+
+    how = Execution(device="cpu", precision="bf16", checkpoint_seconds=0)
+    with pytest.raises(KeyboardInterrupt):
+        perfed.run(tiny(), tmp_path / "run", callbacks=[Stop()], how=how)
+    said = json.loads((tmp_path / "run" / "environment.json").read_text())
+    assert (said["engine"], said["precision"]) == ("stacked", "bf16")
+    with pytest.raises(RunError, match="begun in bf16"):
+        perfed.resume(tmp_path / "run", how=Execution(precision="float32"))
+    whole = perfed.run(tiny(), tmp_path / "whole", how=how)
+    resumed = perfed.resume(tmp_path / "run")  # in bf16, without being told
+    assert resumed.summary == whole.summary

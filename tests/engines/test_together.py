@@ -1,0 +1,91 @@
+"""Jobs that stop at their requests and go on together."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from perfed.engines.together import perform_together
+
+Ask = Callable[[Any], Any]
+
+
+def alone(number: int) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+def test_requests_are_answered_together_and_each_gets_its_own() -> None:
+    asked: list[list[Any]] = []
+
+    def answer(requests: Sequence[Any]) -> list[Any]:
+        asked.append(list(requests))
+        return [request * 10 for request in requests]
+
+    def work(number: int) -> Callable[[Ask], int]:
+        def run(ask: Ask) -> int:
+            total = 0
+            for step in range(number):  # one asks never, one once, one twice
+                total += ask(number + step)
+            return total
+
+        return run
+
+    assert perform_together([work(n) for n in range(3)], answer, alone) == [0, 10, 20 + 30]
+    assert asked == [[1, 2], [3], []]
+
+
+def test_only_one_runs_at_a_time_inside_its_turn() -> None:
+    inside: list[int] = []
+
+    @contextlib.contextmanager
+    def turn(number: int) -> Iterator[None]:
+        inside.append(number)
+        yield
+        inside.pop()
+
+    def work(number: int) -> Callable[[Ask], None]:
+        def run(ask: Ask) -> None:
+            for _ in range(3):
+                assert inside == [number]
+                ask(None)
+            assert inside == [number]
+
+        return run
+
+    perform_together([work(n) for n in range(5)], lambda requests: [None] * len(requests), turn)
+
+
+class Broken(Exception):
+    pass
+
+
+@pytest.mark.parametrize("where", ["job", "answer"])
+def test_an_error_comes_out_and_nothing_stays_behind(where: str) -> None:
+    unwound: list[int] = []
+
+    def work(number: int) -> Callable[[Ask], None]:
+        def run(ask: Ask) -> None:
+            try:
+                ask(number)
+                if number == 1:
+                    raise Broken
+                ask(number)
+            finally:
+                unwound.append(number)
+
+        return run
+
+    def answer(requests: Sequence[int]) -> list[None]:
+        if where == "answer":
+            raise Broken
+        return [None] * len(requests)
+
+    before = threading.active_count()
+    with pytest.raises(Broken):
+        perform_together([work(n) for n in range(3)], answer, alone)
+    assert sorted(unwound) == [0, 1, 2]
+    assert threading.active_count() == before
