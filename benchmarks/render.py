@@ -13,11 +13,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from perfed.bench import render as render_bench
 from perfed.paper.costs import render as render_costs
 from perfed.report.tables import spread, summary_table
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = ("README.md", "docs/findings.md")
+DOCUMENTS = ("README.md", "docs/findings.md", "docs/engines.md")
 
 
 def result(name: str) -> Any:
@@ -109,6 +110,91 @@ def against_local(name: str) -> str:
     return "\n".join(lines)
 
 
+def engines(name: str) -> str:
+    """Both engines on the same work."""
+    record = result(name)
+    return "\n".join(["```", render_bench(record), "```", machine(record["environment"])])
+
+
+KERNELS = {
+    "convolution, forward and input gradient": ("_conv_kernel", "_small_forward"),
+    "convolution, weight gradient": ("_conv_weight", "_small_weight"),
+    "BatchNorm, ReLU and pooling, both ways": ("_norm", "_stats"),
+    "the update": ("_descend",),
+    "weights to bf16, other copies": ("copy",),
+}
+
+
+def profile() -> str:
+    """The step's kernels by what they are for."""
+    record = result("profile_h200")
+    rest = "classifier, loss, drawing of samples, counters"
+    sums: dict[str, tuple[float, int]] = dict.fromkeys([*KERNELS, rest], (0.0, 0))
+    for row in record["rows"]:
+        kind = next(
+            (kind for kind, names in KERNELS.items() if any(n in row["kernel"] for n in names)),
+            rest,
+        )
+        time, calls = sums[kind]
+        sums[kind] = (time + row["microseconds"], calls + row["calls"])
+    lines = ["| | ms | kernels |", "|---|---|---|"]
+    lines += [f"| {kind} | {time / 1e3:.2f} | {calls} |" for kind, (time, calls) in sums.items()]
+    busy = sum(time for time, _ in sums.values()) / 1e3
+    lines.append(f"| between kernels | {record['step_ms'] - busy:.2f} | |")
+    lines.append(f"| **a step** | **{record['step_ms']:.2f}** | |")
+    return "\n".join([*lines, "", machine(record["environment"])])
+
+
+def table1_time() -> str:
+    record = result("table1_time")
+    phases = record["phases"]
+    rest = record["seconds"] - sum(phases.values())
+    return (
+        f"**{record['seconds']:.0f} s** for {record['rounds']} rounds: clients "
+        f"{phases['clients']:.0f} s, clustering {phases['merge']:.0f} s, evaluations "
+        f"{phases['evaluate']:.0f} s, and {rest:.0f} s for checkpoints, the final models, the "
+        f"start and checks {machine(record['environment'])}."
+    )
+
+
+def bf16() -> str:
+    record = result("bf16_accuracy")
+    titles = {
+        "digits-groups": "the embedded default, 40 rounds",
+        "vgg11-bn-0.01": "CIFAR, VGG11 with BatchNorm, 12 rounds, η = 0.01",
+        "vgg11-bn-0.05": "the same, η = 0.05",
+    }
+    lines = ["| | float32 | bf16 | bf16 − float32, seed by seed |", "|---|---|---|---|"]
+    for name, title in titles.items():
+        runs = {r["precision"]: r["test_accuracy"] for r in record["rows"] if r["name"] == name}
+        gaps = [100 * (b - a) for a, b in zip(runs["float32"], runs["bf16"], strict=True)]
+        lines.append(
+            f"| {title} | {spread(runs['float32'])} | {spread(runs['bf16'])} | "
+            f"{', '.join(f'{gap:+.1f}' for gap in gaps)} |"
+        )
+    where = machine(record["rows"][0]["environment"])
+    return "\n".join(
+        [*lines, "", f"PerFed-CKT, seeds {record['seeds']}; {record['data']} {where}."]
+    )
+
+
+def scale() -> str:
+    record = result("scale")
+    lines = [
+        "| K | a round | memory at its peak | clients with a model of their own |",
+        "|---|---|---|---|",
+    ]
+    for clients in (1_000, 100_000):
+        rows = [row for row in record["rows"] if row["clients"] == clients]
+        best = min(rows, key=lambda row: row["round_ms"])
+        lines.append(
+            f"| {clients:,} | {best['round_ms']:.1f} ms | {best['peak_memory_gib']:.2f} GiB | "
+            f"{best['clients_with_a_model']} |"
+        )
+    ratio = f"{record['round_ratio']:.2f}"
+    return "\n".join([*lines, "", f"Ratio {ratio} {machine(record['environment'])}."])
+
+
 def size_order(group: str) -> int:
     """All clients first, then by size: "1-9", "10-99", "1000+"."""
     return 0 if group == "all" else int(re.split("[-+]", group)[0])
@@ -122,6 +208,12 @@ BLOCKS = {
     "digits-groups-gains": lambda: against_local("all_algorithms"),
     "batchnorm": batchnorm,
     "tuning": tuning,
+    "bench-h200": lambda: engines("bench_h200"),
+    "bench-cpu": lambda: engines("bench_cpu"),
+    "profile": profile,
+    "table1-time": table1_time,
+    "bf16": bf16,
+    "scale": scale,
     "costs": lambda: "\n".join(["```", render_costs(result("costs")), "```"]),
 }
 

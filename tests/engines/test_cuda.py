@@ -8,6 +8,7 @@ import torch
 import perfed
 from perfed import Execution
 from perfed.core.channel import Channel
+from perfed.engines.stacked.layers import Tensors, chain_of, run_chain
 from perfed.runs.simulation import Simulation
 from tests.conftest import tiny
 
@@ -43,7 +44,41 @@ def test_a_run_resumes_on_the_gpu(tmp_path: Path) -> None:
     assert perfed.resume(tmp_path / "run", how=Execution(device="cuda")).summary["finished"]
 
 
+@pytest.mark.parametrize("engine", ["sequential", "stacked"])
 @pytest.mark.parametrize("name", list(perfed.algorithms))
-def test_the_same_numbers_on_the_gpu(name: str) -> None:
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    assert losses(name, "cuda") == pytest.approx(losses(name, "cpu"), rel=1e-3)
+def test_the_same_numbers_on_the_gpu(name: str, engine: str) -> None:
+    assert losses(name, "cuda", engine) == pytest.approx(
+        losses(name, "cpu", "sequential"), rel=1e-3
+    )
+
+
+def test_the_kernels_give_what_pytorch_gives() -> None:
+    """VGG's layers in bf16, forward and backward, to what bf16 can tell apart."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("there are kernels for Hopper GPUs only")
+    torch.manual_seed(0)
+    layers = [
+        torch.nn.Conv2d(3, 64, 3, padding=1),
+        torch.nn.BatchNorm2d(64),
+        torch.nn.ReLU(),
+        torch.nn.MaxPool2d(2),
+        torch.nn.Conv2d(64, 128, 3, padding=1),
+        torch.nn.BatchNorm2d(128),
+        torch.nn.ReLU(),
+    ]
+    module = torch.nn.Sequential(*layers).cuda().train()
+    chain = chain_of(module)
+    assert chain is not None
+    stacked = {
+        name: torch.stack([t.detach(), t.detach()])
+        for name, t in (*module.named_parameters(), *module.named_buffers())
+    }
+    weight = stacked["0.weight"].requires_grad_()
+    x = torch.randn(2, 64, 3, 32, 32, device="cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        fast = run_chain(chain, Tensors(stacked), x)
+    (found,) = torch.autograd.grad(fast.float().square().mean(), weight)
+    plain = torch.stack([module(images) for images in x])
+    (wanted,) = torch.autograd.grad(plain.square().mean(), module[0].weight)
+    torch.testing.assert_close(fast.float(), plain, rtol=0.05, atol=0.05)
+    assert (found.sum(0) - wanted).norm() < 0.1 * wanted.norm()

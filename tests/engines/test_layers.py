@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
-from perfed.engines.layers import (
+from perfed.engines.stacked.layers import (
     chain_of,
     conv2d_by_columns,
     mapped_chain,

@@ -21,7 +21,7 @@ from perfed.core.channel import Channel
 from perfed.core.message import Message
 from perfed.core.tree import flatten
 from perfed.engines import StackedEngine
-from perfed.engines.requests import objective_key
+from perfed.engines.stacked.requests import objective_key
 from perfed.runs.simulation import Simulation
 from tests.conftest import SEQUENTIAL, STACKED, tiny
 
@@ -118,6 +118,20 @@ def test_a_recording_is_the_same_whatever_the_size_of_the_stack(name: str) -> No
     experiment = tiny(algorithm=spec(name), models=MIXED, training={"steps": 3, "decay": 0.5})
     reference = play(Simulation(experiment, how=SEQUENTIAL), 4)
     assert_same(play(recording(experiment), 4), reference, 1e-8)
+
+
+def test_nothing_is_recorded_again_for_another_size_or_rate() -> None:
+    training = {"steps": 2, "decay": 0.5}
+    simulation = recording(tiny(models=MIXED, training=training, clients=12, clients_per_round=5))
+    play(simulation, 1)
+    seen = set()
+    for round in range(1, 8):
+        drawn = simulation._select(round)
+        seen.add(tuple(sorted(simulation.population.architectures[k] for k in drawn)))
+        simulation.play_round(round, Channel())
+    assert len(seen) > 2
+    # For each of three architectures a training, and a forward pass on the public set.
+    assert len(simulation.engine._recordings) == 6  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("name", list(perfed.algorithms))

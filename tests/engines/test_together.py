@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from perfed.engines.together import perform_together
+from perfed.engines.stacked.together import perform_together
 
 Ask = Callable[[Any], Any]
 

@@ -8,6 +8,8 @@ logically (n, o, c, kh, kw) and lie as (n, o, kh, kw, c). What lies otherwise co
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -17,10 +19,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 try:
-    from perfed.engines import triton_kernels as kernels
+    from perfed.engines.stacked import triton_kernels as kernels
 except ImportError:  # no Triton on this machine
     kernels = None  # type: ignore[assignment]
 
+log = logging.getLogger("perfed")
 Pair = tuple[int, int]
 SMALL_PATCH = 64
 """Values in a patch up to which patches are gathered: a first layer's few channels."""
@@ -35,13 +38,28 @@ def usable(x: Tensor) -> bool:
         and x.is_cuda
         and x.dtype in (torch.bfloat16, torch.float16)
         and x.numel() // x.shape[0] < 2**30  # offsets within a client are 32 bits wide
-        and torch.cuda.get_device_capability(x.device)[0] == 9
+        and _works(x.device)
     )
 
 
-def compiling() -> AbstractContextManager[None]:
+@functools.cache
+def _works(device: torch.device) -> bool:
+    """Whether kernels can be compiled for this GPU, found by trying."""
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    try:
+        with torch.cuda.device(device):
+            kernels.descend(*(torch.zeros(1, device=device) for _ in range(3)))
+    except Exception as error:  # whatever a compiler, or the lack of one, can stumble over
+        log.warning("convolutions run without kernels of their own, slower: %s", error)
+        return False
+    return True
+
+
+def compiling(device: torch.device) -> AbstractContextManager[None]:
     """Inside, kernels are noted, not run; on leaving they are compiled side by side."""
-    return contextlib.nullcontext() if kernels is None else kernels.compiling()
+    works = kernels is not None and device.type == "cuda" and _works(device)
+    return kernels.compiling() if works else contextlib.nullcontext()
 
 
 def dense_layout(tensor: Tensor) -> Tensor:

@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from perfed.core.tree import Weights
-from perfed.engines.base import Logits, Request
+from perfed.engines.base import Logits, Request, Sgd
 
 
-def grouped(requests: Sequence[Request]) -> dict[Hashable, list[Request]]:
-    groups: dict[Hashable, list[Request]] = {}
+def grouped(requests: Sequence[Request]) -> Iterator[tuple[Hashable, list[Request]]]:
+    """Requests that can be answered as one, and their kind: what a recording can be kept for.
+
+    A learning rate that changes from round to round does not make another kind.
+    """
+    groups: dict[tuple[Hashable, float | None], list[Request]] = {}
     for request in requests:
-        groups.setdefault(_kind(request), []).append(request)
-    return groups
+        rate = request.rate if isinstance(request, Sgd) else None
+        groups.setdefault((_kind(request), rate), []).append(request)
+    for (kind, _), group in groups.items():
+        yield kind, group
 
 
 def _kind(request: Request) -> Hashable:
-    """Requests of one kind can be answered as one."""
     client = request.client
     structure = tuple((name, t.shape) for part in request.weights for name, t in part.items())
     kind: tuple[Any, ...] = (type(request), client.architecture, structure)
@@ -30,7 +35,7 @@ def _kind(request: Request) -> Hashable:
         return (*kind, request.public)
     leaves, form = tree_flatten(request.inputs)
     inputs = tuple((t.shape, t.dtype) if isinstance(t, Tensor) else t for t in leaves)
-    how = (request.steps, request.rate, request.batches)
+    how = (request.steps, request.batches)
     return (*kind, objective_key(request.objective), inputs, str(form), *how)
 
 

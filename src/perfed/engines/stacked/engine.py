@@ -1,8 +1,8 @@
-"""All clients of one architecture train as one: a batch of models.
+"""The stacked engine.
 
-Jobs run together (:mod:`perfed.engines.together`), and requests that are equal but for their
-tensors are answered as one *stack* (:mod:`perfed.engines.stack`). On a GPU a stack's computation is
-recorded once and replayed (:mod:`perfed.engines.recorded`).
+Jobs run together (:mod:`.together`), and requests that are equal but for their tensors
+(:mod:`.requests`) are answered as one stack (:mod:`.stack`, :mod:`.layers`). On a GPU a stack's
+computation is recorded once and replayed (:mod:`.recorded`).
 
 What cannot be mapped over clients is answered as the sequential engine would: a module that draws
 random numbers (each client's must come from its own stream) or decides by a tensor's value, and an
@@ -27,10 +27,10 @@ from perfed.core.tree import Weights
 from perfed.engines.base import Job, Logits, Request, Sgd
 from perfed.engines.population import Population
 from perfed.engines.precision import FLOAT32, Precision
-from perfed.engines.recorded import RecordedForward, RecordedTraining
-from perfed.engines.requests import grouped, objective_key
 from perfed.engines.sequential import SequentialEngine
-from perfed.engines.stack import (
+from perfed.engines.stacked.recorded import RecordedForward, RecordedTraining
+from perfed.engines.stacked.requests import grouped, objective_key
+from perfed.engines.stacked.stack import (
     Samples,
     StackedModule,
     StackedStep,
@@ -41,7 +41,7 @@ from perfed.engines.stack import (
     stack_weights,
     unstack_weights,
 )
-from perfed.engines.together import perform_together
+from perfed.engines.stacked.together import perform_together
 
 JOBS_AT_ONCE = 256
 MOST_LANES = 32
@@ -129,7 +129,7 @@ class StackedEngine:
 
     def _answer(self, requests: Sequence[Request]) -> list[Any]:
         answers: dict[int, Any] = {}
-        for kind, group in grouped(requests).items():
+        for kind, group in grouped(requests):
             first = group[0].client
             module = self._module_of(first.population, first.architecture)
             with self.precision.active(first.population.device):

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 from perfed.core.tree import Weights
-from perfed.engines import hopper
-from perfed.engines.stack import Draws, Samples, StackedModule, StackedStep
+from perfed.engines.stacked import hopper
+from perfed.engines.stacked.stack import Draws, Samples, StackedModule, StackedStep
 
 
 class Recording:
@@ -33,7 +33,7 @@ class Recording:
         self.output: Tensor | None = None
         self.run = self._plain(function)
         if device.type == "cuda":
-            with hopper.compiling():
+            with hopper.compiling(device):
                 function()
             restore()
             self.run = self._captured(function)

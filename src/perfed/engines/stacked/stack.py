@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from perfed.core.algorithm import Network, Private, Public, trainable
 from perfed.core.streams import uniform_indices_each
 from perfed.core.tree import Weights
-from perfed.engines import hopper
 from perfed.engines.base import Sgd
-from perfed.engines.layers import (
+from perfed.engines.stacked import hopper
+from perfed.engines.stacked.layers import (
     Chain,
     chain_of,
     mapped_chain,
