@@ -6,7 +6,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,7 +30,7 @@ from perfed.core.errors import ConfigError, Diverged, PerfedError
 from perfed.core.registry import Registry
 from perfed.core.schema import from_mapping
 from perfed.engines import Execution
-from perfed.paper import costs
+from perfed.paper import costs, theorem2
 from perfed.report.tables import FOOTNOTE, HEADER, cells, quantity, rows, summary_table
 from perfed.runs import Callback, ComparisonResult, Result, RoundReport
 from perfed.runs.comparison import FILE as COMPARISON_FILE
@@ -172,14 +172,24 @@ def bench(device: DeviceOption = "auto", as_json: JsonOption = False) -> None:
 
 @app.command()
 def reproduce(
-    what: Annotated[str, typer.Argument(help="costs: the cost column of the paper's Table 1")],
+    what: Annotated[
+        str,
+        typer.Argument(
+            help="costs: the cost column of Table 1; theorem2: the best weights, and an erratum"
+        ),
+    ],
     as_json: JsonOption = False,
 ) -> None:
     """Make a result of the paper again, beside the paper's own numbers."""
-    if what != "costs":
-        raise ConfigError(f"'{what}' is none of 'costs'", "reproduce")
-    table = costs.costs()
-    print(json.dumps(table) if as_json else costs.render(table))
+    known: dict[str, tuple[Callable[[], Any], Callable[[Any], str]]] = {
+        "costs": (costs.costs, costs.render),
+        "theorem2": (theorem2.theorem2, theorem2.render),
+    }
+    if what not in known:
+        raise ConfigError(f"'{what}' is none of {', '.join(known)}", "reproduce")
+    make, render = known[what]
+    result = make()
+    print(json.dumps(result) if as_json else render(result))
 
 
 def _print_registry(console: Console, title: str, registry: Registry[Any]) -> None:

@@ -11,9 +11,9 @@ client and knowing nothing of where it runs. Only ``client_round`` is required::
     evaluation_message  server      what a client needs to have its models judged
     models              one client  which model(s) of this client are to be judged
 
-State is a tree of tensors (:mod:`perfed.core.tree`). An objective must be a pure function of tensors,
-without an ``if`` on a tensor's value or a tensor hidden in its closure, so that an engine may train
-many clients as one batch.
+State is a tree of tensors (:mod:`perfed.core.tree`). An objective must be a pure function of
+tensors, without an ``if`` on a tensor's value or a tensor hidden in its closure, so that an engine
+may train many clients as one batch.
 """
 
 from __future__ import annotations
