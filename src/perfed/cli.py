@@ -30,7 +30,7 @@ from perfed.core.errors import ConfigError, Diverged, PerfedError
 from perfed.core.registry import Registry
 from perfed.core.schema import from_mapping
 from perfed.engines import Execution
-from perfed.paper import costs, theorem2
+from perfed.paper import costs, figure1, theorem2
 from perfed.report.tables import FOOTNOTE, HEADER, cells, quantity, rows, summary_table
 from perfed.runs import Callback, ComparisonResult, Result, RoundReport
 from perfed.runs.comparison import FILE as COMPARISON_FILE
@@ -175,14 +175,17 @@ def reproduce(
     what: Annotated[
         str,
         typer.Argument(
-            help="costs: the cost column of Table 1; theorem2: the best weights, and an erratum"
+            help="costs: the cost column of Table 1; figure1: linear regression with and without "
+            "clusters; theorem2: the best weights, and an erratum"
         ),
     ],
+    out: Annotated[Path, typer.Option("--out", help="Where a figure goes.")] = Path("runs"),
     as_json: JsonOption = False,
 ) -> None:
     """Make a result of the paper again, beside the paper's own numbers."""
     known: dict[str, tuple[Callable[[], Any], Callable[[Any], str]]] = {
         "costs": (costs.costs, costs.render),
+        "figure1": (figure1.figure1, figure1.render),
         "theorem2": (theorem2.theorem2, theorem2.render),
     }
     if what not in known:
@@ -190,6 +193,9 @@ def reproduce(
     make, render = known[what]
     result = make()
     print(json.dumps(result) if as_json else render(result))
+    if what == "figure1" and not as_json:
+        out.mkdir(parents=True, exist_ok=True)
+        print(f"\nfigure: {figure1.plot(result, out / 'figure1.png')}")
 
 
 def _print_registry(console: Console, title: str, registry: Registry[Any]) -> None:
