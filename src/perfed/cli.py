@@ -350,10 +350,8 @@ class Display(Callback):
                 TimeRemainingColumn(elapsed_when_finished=True),
                 console=console,
             )
-        self._task = TaskID(0)
-        self._name = ""
-        self._began = 0.0
-        self._first = 0
+        self._began: dict[str, tuple[float, int]] = {}
+        self._tasks: dict[str, TaskID] = {}
 
     def __enter__(self) -> Display:
         if self._bars:
@@ -365,28 +363,31 @@ class Display(Callback):
             self._bars.stop()
 
     def on_start(self, experiment: Experiment, directory: Path, first_round: int) -> None:
-        self._name = f"{experiment.algorithm.label()}, seed {experiment.seed}"
-        self._began = time.monotonic()
-        self._first = first_round
+        name = _run_title(experiment)
+        self._began[name] = (time.monotonic(), first_round)
         if self._bars:
-            self._task = self._bars.add_task(
-                self._name, total=experiment.rounds, completed=first_round, facts=""
+            self._tasks[name] = self._bars.add_task(
+                name, total=experiment.rounds, completed=first_round, facts=""
             )
 
     def on_round(self, report: RoundReport) -> None:
+        name = _run_title(report.experiment)
         done, total = report.round + 1, report.experiment.rounds
         accuracy = "" if report.accuracy is None else f"accuracy {100 * report.accuracy:.1f} %  "
         facts = accuracy + quantity(report.traffic.bytes, "B").rjust(7)
         if self._bars:
-            self._bars.update(self._task, completed=done, facts=facts)
+            self._bars.update(self._tasks[name], completed=done, facts=facts)
         elif done == total or done % max(1, total // 10) == 0:
-            pace = (time.monotonic() - self._began) / (done - self._first)
+            began, first = self._began[name]
+            pace = (time.monotonic() - began) / (done - first)
             left = f"{pace * (total - done):.0f} s left" if done < total else "done"
             self._console.print(
-                f"{self._name}: round {done}/{total}  {facts}  {left}",
-                soft_wrap=True,
-                highlight=False,
+                f"{name}: round {done}/{total}  {facts}  {left}", soft_wrap=True, highlight=False
             )
+
+
+def _run_title(experiment: Experiment) -> str:
+    return f"{experiment.algorithm.label()}, seed {experiment.seed}"
 
 
 def _version(wanted: bool) -> None:

@@ -8,11 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import perfed
 from perfed import Execution
+from perfed.core.channel import Channel
 from perfed.core.errors import ConfigError, RunError
 from perfed.engines import SequentialEngine, StackedEngine
+from perfed.runs.comparison import resume_comparison
+from perfed.runs.simulation import Simulation
 from tests.conftest import tiny
 
 
@@ -41,6 +45,35 @@ def test_wrong_choices(wrong: dict[str, Any], message: str) -> None:
 def test_tf32_needs_a_gpu() -> None:
     with pytest.raises(ConfigError, match="GPU"):
         Execution(device="cpu", precision="tf32").build_engine(1)
+
+
+def test_a_resumed_comparison_goes_on_in_one_precision(tmp_path: Path) -> None:
+    class StopInSeedOne(perfed.Callback):
+        def on_round(self, report: perfed.runs.RoundReport) -> None:
+            if report.experiment.seed == 1:
+                raise KeyboardInterrupt
+
+    comparison = perfed.Comparison(experiment=tiny(), algorithms=("local",), seeds=(0, 1, 2))
+    how = Execution(device="cpu", precision="bf16", checkpoint_seconds=0)
+    with pytest.raises(KeyboardInterrupt):
+        perfed.compare(comparison, tmp_path / "all", callbacks=[StopInSeedOne()], how=how)
+    result = resume_comparison(tmp_path / "all")
+    said = [json.loads((run.path / "environment.json").read_text()) for run in result.results]
+    assert [one["precision"] for one in said] == ["bf16"] * 3
+
+
+def test_batchnorm_of_one_value_is_an_error_as_in_pytorch() -> None:
+    training = {"steps": 1, "batch_size": 1, "public_batch_size": 8}
+    experiment = tiny(models=[f"{__name__}:OneValue"], training=training, algorithm="local")
+    for engine in ("sequential", "stacked"):
+        how = Execution(engine=engine, device="cpu")  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"more than (1|one) value per channel"):
+            Simulation(experiment, how=how).play_round(0, Channel())
+
+
+class OneValue(nn.Sequential):
+    def __init__(self, shape: tuple[int, ...], classes: int) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, classes))
 
 
 def test_a_run_says_how_it_was_executed_and_goes_on_so(tmp_path: Path) -> None:

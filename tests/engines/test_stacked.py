@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 import perfed
 from perfed import Execution
-from perfed.core.algorithm import Algorithm, Client, Network, Private
+from perfed.core.algorithm import Algorithm, Client, Network, Private, Public
 from perfed.core.channel import Channel
+from perfed.core.errors import ConfigError
 from perfed.core.message import Message
 from perfed.core.tree import flatten
 from perfed.engines import StackedEngine
@@ -178,6 +179,111 @@ def test_what_cannot_be_mapped_runs_sequentially_and_says_why(
     assert reason in line
 
 
+class Twice(nn.Sequential):
+    """One ReLU in two places, and a head that says nothing yet."""
+
+    def __init__(self, shape: tuple[int, ...], classes: int) -> None:
+        relu = nn.ReLU()
+        layers = nn.Linear(64, 16), relu, nn.Linear(16, 16), relu
+        super().__init__(nn.Flatten(), *layers, nn.Linear(16, classes))
+        nn.init.zeros_(self[5].weight)
+
+
+class Tied(nn.Sequential):
+    def __init__(self, shape: tuple[int, ...], classes: int) -> None:
+        first, second = nn.Linear(64, 64), nn.Linear(64, 64)
+        second.weight = first.weight
+        super().__init__(nn.Flatten(), first, nn.Tanh(), second, nn.Linear(64, classes))
+
+
+class Untracked(nn.Sequential):
+    """In evaluation, too, its BatchNorm looks at the whole batch."""
+
+    def __init__(self, shape: tuple[int, ...], classes: int) -> None:
+        norm = nn.BatchNorm1d(16, track_running_stats=False)
+        super().__init__(nn.Flatten(), nn.Linear(64, 16), norm, nn.Linear(16, classes))
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("module", ["Twice", "Tied", "Untracked"])
+def test_unusual_modules_are_right(module: str) -> None:
+    experiment = tiny(models=[f"{__name__}:{module}"])
+    reference = play(Simulation(experiment, how=SEQUENTIAL))
+    assert_same(play(Simulation(experiment, how=STACKED)), reference, 1e-8)
+
+
+class Unusual(Algorithm):
+    """Asks for logits in ways of its own, and hands over an input that is no tensor."""
+
+    trains_on_public_set = needs_public_set = True
+    objective: ClassVar[Any]
+
+    def client_round(self, client: Client, message: Message) -> Message:
+        client.weights = client.sgd(client.weights, type(self).objective, None)
+        return Message()
+
+
+class Swapped(Unusual):
+    @staticmethod
+    def objective(model: Network, private: Private, public: Public, nothing: None) -> Tensor:
+        return model(public.x).square().mean() + model.public(private.x).mean()
+
+
+class OnlyCalls(Unusual):
+    @staticmethod
+    def objective(model: Network, private: Private, public: Public, nothing: None) -> Tensor:
+        return model(public.x).square().mean() + model(private.x).mean()
+
+
+class Keyword(Unusual):
+    """Each client's objective has a default of its own."""
+
+    def client_round(self, client: Client, message: Message) -> Message:
+        def objective(model: Network, private: Private, public: Public, *, k: int = 1) -> Tensor:
+            return k * model(private.x).square().mean() + model.public(public.x).mean()
+
+        objective.__kwdefaults__ = {"k": int(client.samples)}
+        client.weights = client.sgd(client.weights, objective)
+        return Message()
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("algorithm", [Swapped(), OnlyCalls(), Keyword()])
+@pytest.mark.parametrize("models", [["mlp"], [CNN_BN]], ids=["mlp", "cnn"])
+def test_objectives_that_ask_in_their_own_way(algorithm: Algorithm, models: Any) -> None:
+    experiment = tiny(algorithm="local", models=models)
+    object.__setattr__(experiment, "algorithm", algorithm)
+    reference = play(Simulation(experiment, how=SEQUENTIAL))
+    assert_same(play(Simulation(experiment, how=STACKED)), reference, 1e-8)
+
+
+class Noisy(Algorithm):
+    def client_round(self, client: Client, message: Message) -> Message:
+        client.weights = client.sgd(client.weights, noisy)
+        return Message()
+
+
+def noisy(model: Network, private: Private, public: None) -> Tensor:
+    return model(private.x + torch.randn_like(private.x)).square().mean()
+
+
+class Stopping(Algorithm):
+    def client_round(self, client: Client, message: Message) -> Message:
+        next(iter(()))
+        return Message()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "error", "words"),
+    [(Noisy(), ConfigError, "one by one"), (Stopping(), StopIteration, None)],
+)
+def test_errors_come_out(algorithm: Algorithm, error: type[Exception], words: str | None) -> None:
+    experiment = tiny(algorithm="local", models=["mlp"])
+    object.__setattr__(experiment, "algorithm", algorithm)
+    with pytest.raises(error, match=words):
+        play(Simulation(experiment, how=STACKED))
+
+
 class Closing(Algorithm):
     """Hides a tensor of each client in the closure of its objective, against the advice."""
 
@@ -290,6 +396,16 @@ def test_bf16_keeps_weights_in_float32_and_stays_close(engine: Any) -> None:
     assert_same(rough, exact, 0.2)
     with pytest.raises(AssertionError):
         assert_same(rough, exact, 1e-5)
+
+
+@pytest.mark.parametrize("models", [["mlp"], [f"{__name__}:Odd"]], ids=["mlp", "odd"])
+def test_bf16_is_the_same_on_both_engines_after_many_steps(models: Any) -> None:
+    training = {"steps": 30, "batch_size": 16, "learning_rate": 0.05}
+    experiment = tiny(models=models, training=training)
+    exact = play(Simulation(experiment, how=SEQUENTIAL), 1)
+    for engine in ("sequential", "stacked"):
+        how = Execution(engine=engine, device="cpu", precision="bf16")  # type: ignore[arg-type]
+        assert_same(play(Simulation(experiment, how=how), 1), exact, 0.03)
 
 
 def test_a_client_that_is_not_drawn_keeps_nothing() -> None:

@@ -58,12 +58,19 @@ def test_files_are_where_they_are_wanted_and_go_away(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["perfed-ckt", "scaffold", "fedfomo", "ditto"])
-def test_a_run_is_the_same_with_its_clients_on_disk(name: str, tmp_path: Path) -> None:
+def test_a_run_is_the_same_with_its_clients_on_disk(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     models = ["mlp", {"name": "cnn", "batchnorm": True}]
     spec = {"name": name, "clusters": 2} if name == "perfed-ckt" else name
     experiment = tiny(algorithm=spec, models=models, rounds=4)
+    spilled: list[int] = []
+    spill = ClientStore._spill
+    monkeypatch.setattr(ClientStore, "_spill", lambda s, k: (spilled.append(k), spill(s, k)))
     memory = perfed.run(experiment, tmp_path / "memory")
+    assert not spilled
     disk = perfed.run(experiment, tmp_path / "disk", how=Execution(store_limit=0.001))
+    assert spilled
     for file in ("clients.jsonl", "summary.json"):
         assert (memory.path / file).read_bytes() == (disk.path / file).read_bytes()
     assert not list(disk.path.glob("store-*"))

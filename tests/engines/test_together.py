@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
-import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -84,8 +85,36 @@ def test_an_error_comes_out_and_nothing_stays_behind(where: str) -> None:
             raise Broken
         return [None] * len(requests)
 
-    before = threading.active_count()
+    before = _thread._count()
     with pytest.raises(Broken):
         perform_together([work(n) for n in range(3)], answer, alone)
     assert sorted(unwound) == [0, 1, 2]
-    assert threading.active_count() == before
+    for _ in range(100):  # a thread that has ended is counted for another moment
+        if _thread._count() == before:
+            break
+        time.sleep(0.01)
+    assert _thread._count() == before
+
+
+def test_an_interrupt_in_the_middle_of_a_turn_ends_all_jobs() -> None:
+    """Ctrl-C reaches the conductor while a job runs; again and again, at any moment."""
+    ended: list[int] = []
+
+    def work(ask: Ask) -> None:
+        try:
+            for step in range(100_000):
+                sum(range(200))
+                ask(step)
+        finally:
+            ended.append(1)
+
+    def interrupt() -> None:
+        time.sleep(0.02)
+        _thread.interrupt_main()
+
+    for _ in range(10):
+        ended.clear()
+        _thread.start_new_thread(interrupt, ())
+        with pytest.raises(KeyboardInterrupt):
+            perform_together([work] * 5, lambda requests: [None] * len(requests), alone)
+        assert len(ended) == 5

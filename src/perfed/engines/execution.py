@@ -41,7 +41,7 @@ class Execution(Options):
         try:
             device = torch.device(name)
             float(torch.zeros(1, device=device))
-        except (RuntimeError, AssertionError) as error:
+        except (RuntimeError, AssertionError, ImportError) as error:
             reason = str(error).splitlines()[0]
             raise ConfigError(f"device '{name}' cannot be used: {reason}") from None
         return device
@@ -54,7 +54,7 @@ class Execution(Options):
         precision = PRECISIONS["float32" if self.precision == "auto" else self.precision]
         device, name = self.torch_device(), self.engine
         if precision.name == "tf32" and device.type != "cuda":
-            raise ConfigError("tf32 is a GPU's; a CPU has float32 and bf16", "precision")
+            raise ConfigError("tf32 is a GPU's; a CPU has float32 and bf16", "--precision")
         if name == "auto":
             # On a CPU, large layers fill the cores by themselves.
             fits = device.type == "cuda" or largest_model < SMALL_MODEL

@@ -61,7 +61,7 @@ class Population:
         self.x = torch.as_tensor(samples.x, dtype=dtype, device=device)
         self.y = torch.as_tensor(samples.y, device=device)
         self.public_x = torch.as_tensor(samples.public_x, dtype=dtype, device=device)
-        self.records = store or ClientStore(device)
+        self.records = ClientStore(device) if store is None else store
 
     def run(
         self, task: Task, messages: Mapping[int, Message], round: int

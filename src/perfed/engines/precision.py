@@ -20,7 +20,10 @@ class Precision:
         matmul, convolution = torch.backends.cuda.matmul, torch.backends.cudnn
         before = matmul.allow_tf32, convolution.allow_tf32
         matmul.allow_tf32 = convolution.allow_tf32 = self.name == "tf32"
-        bf16 = torch.autocast(device.type, torch.bfloat16, enabled=self.name == "bf16")
+        # Without its cache, which would keep the weights of the first step for all others.
+        bf16 = torch.autocast(
+            device.type, torch.bfloat16, enabled=self.name == "bf16", cache_enabled=False
+        )
         try:
             with bf16:
                 yield

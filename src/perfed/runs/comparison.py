@@ -12,7 +12,7 @@ from perfed.core.errors import Diverged, RunError
 from perfed.core.threads import cpu_threads
 from perfed.engines import Engine, Execution, Job
 from perfed.engines.execution import fitting_threads
-from perfed.runs.directory import RunDirectory, default_path, make_directory
+from perfed.runs.directory import LOCK, RunDirectory, default_path, make_directory
 from perfed.runs.result import Result
 from perfed.runs.simulation import (
     AUTOMATIC,
@@ -117,6 +117,8 @@ def resume_comparison(
     """Run what is not finished. A method that diverges is recorded, and the others go on."""
     path = Path(directory)
     comparison = read_comparison(path)
+    for experiment in comparison.experiments():  # what was begun goes on in one precision
+        how = in_recorded_precision(RunDirectory(path / run_name(experiment)), how)
     at_once = len(comparison.seeds) if side_by_side else 1
     experiments = comparison.experiments()
     for start in range(0, len(experiments), at_once):
@@ -143,14 +145,13 @@ def run_together(
     runs: dict[Path, Steps[Result]] = {}
     with ExitStack() as locks:
         for folder, experiment in experiments.items():
-            if begun := (folder / "config.yaml").is_file():
-                how = in_recorded_precision(RunDirectory(folder), how)
-            else:
+            opened = RunDirectory(folder)
+            folder.mkdir(exist_ok=True)
+            locks.enter_context(opened.locked())
+            if not (folder / "config.yaml").is_file():
                 _remove_unstarted(folder)
             simulation = Simulation(experiment, callbacks, how, engine)
             engine = simulation.engine
-            opened = RunDirectory(folder) if begun else RunDirectory.create(folder)
-            locks.enter_context(opened.locked())
             runs[folder] = simulation.steps(opened)
             locks.enter_context(cpu_threads(fitting_threads(simulation.population)))
         waiting: dict[Path, list[Job]] = {}
@@ -180,6 +181,6 @@ def _perform_all(
 
 def _remove_unstarted(folder: Path) -> None:
     """A run killed before it wrote its configuration has nothing in it worth keeping."""
-    if folder.is_dir():
-        for file in folder.iterdir():
+    for file in folder.iterdir():
+        if file.name != LOCK:
             file.unlink()

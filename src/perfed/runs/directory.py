@@ -37,6 +37,7 @@ from perfed.core.errors import RunError
 from perfed.core.tensorfile import write_atomically
 from perfed.engines.store import PREFIX as STORE_PREFIX
 
+LOCK = ".lock"
 LOGS = ("rounds.jsonl", "clients.jsonl", "timing.jsonl")
 
 
@@ -64,7 +65,7 @@ class RunDirectory:
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """One process at a time; the lock goes with the process, however it ends."""
-        with open(self.path / ".lock", "w") as file:
+        with open(self.path / LOCK, "w") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:

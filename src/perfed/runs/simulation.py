@@ -432,13 +432,14 @@ def _write_all(files: list[tuple[Path, bytes]]) -> None:
 
 def drive(steps: Steps[T], engine: Engine) -> T:
     """Carry one computation to its end."""
-    try:
-        jobs = next(steps)
-        while True:
-            jobs = steps.send(engine.perform(jobs))
-    except StopIteration as end:
-        value: T = end.value
-        return value
+    results: Any = None
+    while True:
+        try:
+            jobs = steps.send(results)
+        except StopIteration as end:
+            value: T = end.value
+            return value
+        results = engine.perform(jobs)
 
 
 def _check_finite(round: int, tensors: Mapping[str, Sequence[tuple[str, torch.Tensor]]]) -> None:

@@ -78,6 +78,8 @@ class StackedEngine:
         """Make ready for a population of which so many clients train in a round."""
         self._populations.append(population)
         self._tables = None
+        self._steps.clear()
+        self._recordings.clear()  # they look at the samples there were
         total = len(population.architectures)
         for architecture in population.modules:
             share = population.architectures.count(architecture) * clients_a_round

@@ -144,6 +144,8 @@ def _normalised(
 ) -> Tensor:
     """With batch statistics, which move the running ones."""
     n, channels = x.shape[0], x.shape[2]
+    if x.numel() == n * channels:
+        raise ValueError(f"BatchNorm needs more than one value per channel; input {x.shape[1:]}")
     wide = (n, 1, channels, *(1,) * (x.ndim - 3))
     y, mean, variance = apply(BatchNorm, x, weight.reshape(wide), bias.reshape(wide), eps)
     for running_mean, running_variance in running:
@@ -213,9 +215,11 @@ def rule_for(layer: nn.Module) -> Rule | None:
 
 
 def chain_of(module: nn.Module) -> Chain | None:
-    """The rules that make up the whole of ``module``; None where something in it has no rule."""
+    """The rules that make up the whole of ``module``; None where something in it has no rule, or
+    parameters are there twice."""
+    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     chain = _links(module, "")
-    if chain is None:
+    if chain is None or len(names) > len(list(module.parameters())):
         return None
     for i, ((rule, layer, at), (_, after, _)) in enumerate(pairwise(chain)):
         batch_statistics = getattr(after, "training", False) and isinstance(after, nn.BatchNorm2d)
@@ -232,7 +236,8 @@ def _links(module: nn.Module, prefix: str) -> Chain | None:
         return [(rule, module, prefix)]
     if type(module) is not nn.Sequential:
         return None
-    links = [_links(child, f"{prefix}{name}.") for name, child in module.named_children()]
+    children = module._modules.items()  # named_children() leaves out what is there twice
+    links = [_links(child, f"{prefix}{name}.") for name, child in children if child is not None]
     return [link for part in links for link in part or []] if None not in links else None
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import types
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from perfed.core.tree import Weights
+from perfed.core.schema import Options
 from perfed.engines.base import Logits, Request, Sgd
 
 
@@ -35,33 +36,47 @@ def _kind(request: Request) -> Hashable:
         return (*kind, request.public)
     leaves, form = tree_flatten(request.inputs)
     inputs = tuple((t.shape, t.dtype) if isinstance(t, Tensor) else t for t in leaves)
-    how = (request.steps, request.batches)
+    population = client.population
+    how = (
+        request.steps,
+        request.batches,
+        population.training,
+        population.algorithm.trains_on_public_set,
+    )
     return (*kind, objective_key(request.objective), inputs, str(form), *how)
 
 
 def objective_key(objective: Any) -> Hashable | None:
     """Equal for objectives that compute the same; None where that cannot be known."""
     if isinstance(objective, functools.partial):
-        inner = objective_key(objective.func)
-        rest = (*objective.args, *objective.keywords.values())
-        values = _value_keys(rest)
-        return (inner, tuple(objective.keywords), values) if inner and values is not None else None
+        return _keys(objective.func, *objective.args, *sorted(objective.keywords.items()))
     if isinstance(objective, types.MethodType):
-        owner = _value_keys([objective.__self__])
-        return (objective.__func__, owner) if owner is not None else None
+        return _keys(objective.__func__, objective.__self__)
     if isinstance(objective, types.FunctionType):
         cells = [cell.cell_contents for cell in objective.__closure__ or ()]
-        values = _value_keys([*cells, *(objective.__defaults__ or ())])
-        return (objective.__code__, values) if values is not None else None
-    return _value_keys([objective])
+        defaults = [
+            *(objective.__defaults__ or ()),
+            *sorted((objective.__kwdefaults__ or {}).items()),
+        ]
+        values = _keys(*cells, *defaults)
+        return None if values is None else (objective.__code__, values)
+    return None
 
 
-def _value_keys(values: Iterable[Any]) -> tuple[Hashable, ...] | None:
-    keys = tuple(values)
-    if any(isinstance(leaf, Tensor | Weights | dict) for leaf in keys):
-        return None
-    try:
-        hash(keys)
-    except TypeError:
-        return None
-    return keys
+def _keys(*values: Any) -> Hashable | None:
+    keys = tuple(_key(value) for value in values)
+    return None if None in keys else keys
+
+
+def _key(value: Any) -> Hashable | None:
+    """Equal for values that are and stay equal: numbers, names, functions, frozen options."""
+    if value is None or isinstance(value, bool | int | float | str | bytes | type):
+        return (type(value), value)
+    if isinstance(value, tuple):
+        return _keys(*value)
+    if isinstance(value, types.BuiltinFunctionType | types.ModuleType):
+        return (type(value), value)
+    if isinstance(value, Options):
+        fields = dataclasses.fields(value)
+        return _keys(type(value), *(getattr(value, field.name) for field in fields))
+    return objective_key(value)

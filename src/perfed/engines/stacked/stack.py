@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from perfed.core.algorithm import Network, Private, Public, trainable
+from perfed.core.errors import ConfigError
 from perfed.core.streams import uniform_indices_each
 from perfed.core.tree import Weights
 from perfed.engines.base import Sgd
@@ -49,20 +50,24 @@ class StackedModule:
 
     def _obstacle(self, module: nn.Module, x: Tensor) -> str | None:
         """Why the module cannot be mapped, found by trying: two clients against one."""
-        tensors = {
-            name: t.detach().clone()
-            for name, t in (*module.named_parameters(), *module.named_buffers())
-        }
-        two = {name: torch.stack([t, t]) for name, t in tensors.items()}
+        buffers = _copied(dict(module.named_buffers()))
+        # Not its own weights: where they are zero, differences would not show.
+        with torch.random.fork_rng(devices=()):
+            params = {
+                name: t.detach() + 0.1 * torch.randn(t.shape).to(t)
+                for name, t in module.named_parameters()
+            }
+        two = {name: torch.stack([t, t]) for name, t in (params | buffers).items()}
         try:
             for mode in (True, False):
-                plain = functional_call(module.train(mode), _copied(tensors), (x,))
-                mapped = vmap(functools.partial(self.forward, mode), in_dims=(0, None))(
-                    _copied(two), x
-                )
-                if not torch.allclose(mapped, plain.expand_as(mapped), rtol=1e-3, atol=1e-3):
+                forward = vmap(functools.partial(self.forward, mode), in_dims=(0, None))
+                plain = functional_call(module.train(mode), params | _copied(buffers), (x,))
+                if not _close(forward(_copied(two), x), plain):
                     return "mapped over clients it gives other numbers"
-        except RuntimeError as error:
+            halves = [forward(_copied(two), part) for part in x.chunk(2)]
+            if not _close(torch.cat(halves, 1), plain):
+                return "in evaluation its output for a sample depends on other samples"
+        except Exception as error:  # whatever a user's module can stumble over
             if "randomness" in str(error):
                 return "it draws random numbers, which must come from each client's own stream"
             return str(error).split("\n")[0].split(". ")[0]
@@ -82,6 +87,10 @@ class StackedModule:
         return self.forward(False, tensors, x)
 
 
+def _close(mapped: Tensor, plain: Tensor) -> bool:
+    return torch.allclose(mapped, plain.expand_as(mapped), rtol=1e-3, atol=1e-3)
+
+
 def _copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: t.clone() for name, t in tensors.items()}
 
@@ -99,7 +108,7 @@ class StackedNetwork(Network):
         weights: Weights,
         public_batchnorm: str,
         rounded: dict[str, Tensor],
-        asked: list[Tensor],
+        asked: list[tuple[str, Tensor]],
         together: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         super().__init__(module.training, weights, public_batchnorm)
@@ -112,21 +121,22 @@ class StackedNetwork(Network):
     def at(self, params: dict[str, Tensor]) -> Network:
         buffers = {name: b.clone() for name, b in self._weights.buffers.items()}
         weights = Weights(params, buffers)
-        return StackedNetwork(self._stacked, weights, self._public_batchnorm, {}, self._asked)
+        return StackedNetwork(self._stacked, weights, self._public_batchnorm, {}, [])
 
     def __call__(self, x: Tensor) -> Tensor:
-        self._asked.append(x)
-        both = self._both(x)
-        return both[0] if both else super().__call__(x)
+        self._asked.append(("private", x))
+        if self._together is not None and x is self._together[0]:
+            return self._both()[0].to(x.dtype)
+        return super().__call__(x)
 
     def public(self, x: Tensor) -> Tensor:
-        self._asked.append(x)
-        both = self._both(x)
-        return both[1] if both else super().public(x)
+        self._asked.append(("public", x))
+        if self._together is not None and x is self._together[1]:
+            return self._both()[1].to(x.dtype)
+        return super().public(x)
 
-    def _both(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
-        if self._together is None or not any(x is batch for batch in self._together):
-            return None
+    def _both(self) -> tuple[Tensor, Tensor]:
+        assert self._together is not None
         if self._logits is None:
             chain = self._stacked.chains[True]
             assert chain is not None
@@ -135,7 +145,7 @@ class StackedNetwork(Network):
                 chain, params | self._rounded, buffers, public_buffers, *self._together
             )
             assert self._logits is not None
-        return self._logits[0].to(x.dtype), self._logits[1].to(x.dtype)
+        return self._logits
 
     def _forward(self, x: Tensor, buffers: dict[str, Tensor]) -> Tensor:
         return self._stacked.forward(True, self._weights.params | self._rounded | buffers, x)
@@ -167,6 +177,9 @@ class Draws:
         return private, public, self.public_start
 
 
+_TENSOR = object()  # where one of the inputs is a tensor, and not the same for all clients
+
+
 class StackedStep:
     """One SGD step of a stack of clients, as a function of stacked tensors."""
 
@@ -176,7 +189,7 @@ class StackedStep:
         self._batches = first.batches
         self._public_batchnorm = first.client.population.training.public_batchnorm
         leaves, self._form = tree_flatten(first.inputs)
-        self._leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._leaves = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         separate = bool(first.weights.public_buffers) or not first.weights.buffers
         self._may_join = separate and first.batches == 1 and module.chains[True] is not None
         self._joins: bool | None = None
@@ -194,8 +207,15 @@ class StackedStep:
     ) -> None:
         """Move ``weights`` in place."""
         if self._joins is None:  # try it on a copy, which tells what the objective asks for
-            copied = Weights(*({n: t.clone() for n, t in part.items()} for part in weights))
-            self._losses(copied, {}, inputs, samples, private, public, public_start)
+            copied = Weights(*(_copied(part) for part in weights))
+            try:
+                self._losses(copied, {}, inputs, samples, private, public, public_start)
+            except RuntimeError as error:
+                reason = str(error).split("\n")[0]
+                raise ConfigError(
+                    f"the objective cannot be mapped over clients, only run one by one: {reason}",
+                    "--engine stacked",
+                ) from error
         attached = Weights({n: t.detach() for n, t in weights.params.items()}, *weights[1:])
         params = trainable(self.module.training, attached)
         rounded = self._rounded(attached.params)
@@ -230,7 +250,8 @@ class StackedStep:
     def _rounded(self, params: dict[str, Tensor]) -> dict[str, Tensor]:
         """Under autocast, the matrices as the network uses them. Their gradients are taken in that
         precision, and need not be widened before they meet the weights."""
-        chain, kind = self.module.chains[True], next(iter(params.values())).device.type
+        chain = self.module.chains[True]
+        kind = next((t.device.type for t in params.values()), "cpu")
         if chain is None or not torch.is_autocast_enabled(kind):
             return {}
         dtype = torch.get_autocast_dtype(kind)
@@ -250,7 +271,7 @@ class StackedStep:
         publics: tuple[Tensor, ...],
         inputs: list[Tensor],
     ) -> Tensor:
-        asked: list[Tensor] = []
+        asked: list[tuple[str, Tensor]] = []
         batches = tuple(Private(x, y) for x, y in privates)
         together = (batches[0].x, publics[0]) if self._joins else None
         network = StackedNetwork(
@@ -262,7 +283,7 @@ class StackedStep:
             together,
         )
         given = iter(inputs)
-        leaves = [next(given) if leaf is None else leaf for leaf in self._leaves]
+        leaves = [next(given) if leaf is _TENSOR else leaf for leaf in self._leaves]
         loss = self._objective(
             network,
             batches if self._batches > 1 else batches[0],
@@ -270,9 +291,9 @@ class StackedStep:
             *tree_unflatten(leaves, self._form),
         )
         if self._joins is None:
-            both = [batches[0].x, *publics[:1]]
-            as_expected = len(asked) == 2 and {id(x) for x in asked} == {id(x) for x in both}
-            self._joins = self._may_join and as_expected
+            both = {("private", id(batches[0].x)), *(("public", id(x)) for x in publics[:1])}
+            found = [(how, id(x)) for how, x in asked]
+            self._joins = self._may_join and len(found) == 2 == len(both) and set(found) == both
         return loss
 
 

@@ -9,9 +9,9 @@ sees what all clients want at the same moment.
 from __future__ import annotations
 
 import _thread
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
 Request = TypeVar("Request")
@@ -28,9 +28,8 @@ class _Member(Generic[Request]):
 
     def __init__(self, work: Callable[[Ask[Request]], Any]) -> None:
         self._work = work
-        self._turn, self._rest = threading.Lock(), threading.Lock()
-        self._turn.acquire()
-        self._rest.acquire()
+        self._turn: SimpleQueue[None] = SimpleQueue()
+        self._rest: SimpleQueue[None] = SimpleQueue()
         self._abandoned = self._ended = False
         self.request: Request | None = None
         self.answer: Any = None
@@ -40,7 +39,7 @@ class _Member(Generic[Request]):
         _thread.start_new_thread(self._run, ())
 
     def _run(self) -> None:
-        self._turn.acquire()
+        self._turn.get()
         try:
             if not self._abandoned:
                 self.result = self._work(self._ask)
@@ -49,12 +48,12 @@ class _Member(Generic[Request]):
         except BaseException as error:  # raised again where the jobs were started
             self.error = error
         self._ended = True
-        self._rest.release()
+        self._rest.put(None)
 
     def _ask(self, request: Request) -> Any:
         self.request = request
-        self._rest.release()
-        self._turn.acquire()
+        self._rest.put(None)
+        self._turn.get()
         if self._abandoned:
             raise _Abandoned
         answer, self.answer, self.request = self.answer, None, None
@@ -62,12 +61,12 @@ class _Member(Generic[Request]):
 
     def take_turn(self) -> None:
         """Let the job run until it asks or ends."""
-        self._turn.release()
-        self._rest.acquire()
+        self._turn.put(None)
+        self._rest.get()
 
     def abandon(self) -> None:
         self._abandoned = True
-        if not self._ended:
+        while not self._ended:  # twice, where an interrupt came in the middle of its turn
             self.take_turn()
 
 
