@@ -115,7 +115,10 @@ def against_local(name: str) -> str:
 def engines(name: str) -> str:
     """Both engines on the same work."""
     record = result(name)
-    return "\n".join(["```", render_bench(record), "```", machine(record["environment"])])
+    notes = [machine(record["environment"])]
+    if "left_out" in record:
+        notes.append(f"Left out: {record['left_out']}.")
+    return "\n".join(["```", render_bench(record), "```", *notes])
 
 
 KERNELS = {

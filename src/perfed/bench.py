@@ -214,25 +214,23 @@ def peak_flops(device: torch.device) -> dict[str, float]:
 
 def render(result: dict[str, Any]) -> str:
     """A table for people."""
-    machine = result["environment"]
+    machine, rounds = result["environment"], "round_ms" in result["rows"][0]
     lines = [
         f"{result['work']['name']}: {result['rows'][0]['clients']} clients a step, "
         f"{machine['device']}, {machine['cores']} cores, torch {machine['packages'].get('torch')}",
         "",
         f"{'engine':<12}{'precision':<11}{'ms a step':>10}{'ratio':>8}{'samples/s':>12}"
-        f"{'GFLOP/s':>10}{'floor, ms':>11}{'round, ms':>11}{'ratio':>8}",
+        f"{'GFLOP/s':>10}{'floor, ms':>11}" + (f"{'ms a round':>12}{'ratio':>8}" if rounds else ""),
     ]
     for row in result["rows"]:
         floor = 1e3 * row["flops_per_step"] / result["peak_flops"][row["precision"]]
-        round_ = f"{row['round_ms']:.0f}" if "round_ms" in row else ""
-        ratio = f"{row['round_ratio']:.1f}×" if "round_ratio" in row else ""
         lines.append(
             f"{row['engine']:<12}{row['precision']:<11}{row['step_ms']:>10.2f}"
             f"{row['step_ratio']:>7.1f}×{row['samples_per_second']:>12,.0f}"
-            f"{row['flops_per_second'] / 1e9:>10,.0f}{floor:>11.2f}{round_:>11}{ratio:>8}"
+            f"{row['flops_per_second'] / 1e9:>10,.0f}{floor:>11.2f}"
+            + (f"{row['round_ms']:>12.0f}{row['round_ratio']:>7.1f}×" if rounds else "")
         )
-    lines.append(
-        "\nfloor: the step's arithmetic at the rate of a large matrix product on this machine; "
-        "round: training, soft decisions, clustering, evaluation of all clients"
-    )
+    lines.append("\nfloor: the step's arithmetic at the rate of a large matrix product here")
+    if rounds:
+        lines.append("round: training, soft decisions, clustering, evaluation of all clients")
     return "\n".join(lines)
