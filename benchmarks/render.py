@@ -16,6 +16,7 @@ from typing import Any
 from perfed.bench import render as render_bench
 from perfed.paper.costs import render as render_costs
 from perfed.paper.figure1 import render as render_figure1
+from perfed.paper.theorem1 import render as render_theorem1
 from perfed.paper.theorem2 import render as render_theorem2
 from perfed.report.tables import spread, summary_table
 
@@ -214,6 +215,7 @@ BLOCKS = {
     "batchnorm": batchnorm,
     "tuning": tuning,
     "figure1": lambda: "\n".join(["```", render_figure1(result("figure1")), "```"]),
+    "theorem1": lambda: "\n".join(["```", render_theorem1(result("theorem1")), "```"]),
     "theorem2": lambda: "\n".join(["```", render_theorem2(result("theorem2")), "```"]),
     "bench-h200": lambda: engines("bench_h200"),
     "bench-cpu": lambda: engines("bench_cpu"),

@@ -30,7 +30,7 @@ from perfed.core.errors import ConfigError, Diverged, PerfedError
 from perfed.core.registry import Registry
 from perfed.core.schema import from_mapping
 from perfed.engines import Execution
-from perfed.paper import costs, figure1, theorem2
+from perfed.paper import costs, figure1, theorem1, theorem2
 from perfed.report.tables import FOOTNOTE, HEADER, cells, quantity, rows, summary_table
 from perfed.runs import Callback, ComparisonResult, Result, RoundReport
 from perfed.runs.comparison import FILE as COMPARISON_FILE
@@ -176,7 +176,7 @@ def reproduce(
         str,
         typer.Argument(
             help="costs: the cost column of Table 1; figure1: linear regression with and without "
-            "clusters; theorem2: the best weights, and an erratum"
+            "clusters; theorem1: gradients that go to zero; theorem2: the best weights, an erratum"
         ),
     ],
     out: Annotated[Path, typer.Option("--out", help="Where a figure goes.")] = Path("runs"),
@@ -186,16 +186,18 @@ def reproduce(
     known: dict[str, tuple[Callable[[], Any], Callable[[Any], str]]] = {
         "costs": (costs.costs, costs.render),
         "figure1": (figure1.figure1, figure1.render),
+        "theorem1": (theorem1.theorem1, theorem1.render),
         "theorem2": (theorem2.theorem2, theorem2.render),
     }
+    plots = {"figure1": figure1.plot, "theorem1": theorem1.plot}
     if what not in known:
         raise ConfigError(f"'{what}' is none of {', '.join(known)}", "reproduce")
     make, render = known[what]
     result = make()
     print(json.dumps(result) if as_json else render(result))
-    if what == "figure1" and not as_json:
+    if what in plots and not as_json:
         out.mkdir(parents=True, exist_ok=True)
-        print(f"\nfigure: {figure1.plot(result, out / 'figure1.png')}")
+        print(f"\nfigure: {plots[what](result, out / f'{what}.png')}")
 
 
 def _print_registry(console: Console, title: str, registry: Registry[Any]) -> None:
