@@ -1,10 +1,10 @@
 """Theorem 1: the gradient of each client's objective Φ_k(w_k; s̄_k) goes to zero.
 
 It is for τ=1, everybody taking part, and a step that decays as it must. The package's own
-PerFed-CKT runs on handwritten digits, once with a linear model, which satisfies the assumptions on any bounded
-set, and once with a network; η_t = η/(1 + t/100) has an infinite sum and a finite sum of squares.
-Beside them a constant step, for which the theorem promises nothing. The gradient is the full one:
-all of a client's samples, the whole public set.
+PerFed-CKT runs on handwritten digits, once with a linear model, which satisfies the assumptions on
+any bounded set, and once with a network; η_t = η/(1 + t/100) has an infinite sum and a finite sum
+of squares. Beside them a constant step, for which the theorem promises nothing. The gradient is the
+full one: all of a client's samples, the whole public set.
 """
 
 from __future__ import annotations
