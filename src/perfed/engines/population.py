@@ -22,7 +22,6 @@ from perfed.engines.store import ClientStore
 from perfed.models import Models, build_module, initial_weights
 
 Task = Callable[[Client, Message], Message | None]
-CLIENT_PARTS = ("train", *PARTS)
 
 
 class Population:

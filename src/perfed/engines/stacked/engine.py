@@ -5,8 +5,8 @@ Jobs run together (:mod:`.together`), and requests that are equal but for their 
 computation is recorded once and replayed (:mod:`.recorded`).
 
 What cannot be mapped over clients is answered as the sequential engine would: a module that draws
-random numbers (each client's must come from its own stream) or decides by a tensor's value, and an
-objective that hides tensors in its closure.
+random numbers (each client's must come from its own stream), decides by a tensor's value or looks
+at other samples in evaluation, and an objective whose closure hides what may differ by client.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class StackedEngine:
     def _ask(self, ask: Callable[[Request], Any], request: Request) -> Any:
         if isinstance(request, Sgd) and objective_key(request.objective) is None:
             _say_once(
-                "an objective with tensors in its closure trains one client at a time: "
-                "hand them to client.sgd as inputs instead"
+                "an objective that closes over more than numbers, names and options trains one "
+                "client at a time: hand tensors to client.sgd as inputs instead"
             )
             return self._sequential.answer(request)
         return ask(request)

@@ -122,11 +122,14 @@ def _batch_norm(layer: nn.BatchNorm2d, tensors: Tensors, at: str, x: Tensor) -> 
     first, momentum = tensors.first or x.shape[1], layer.momentum or 0.0
     if x.ndim == 5 and hopper.usable(x):
         return hopper.batch_norm(x, weight, bias, running, momentum, layer.eps, first)
-    parts = []
-    halves = torch.split(x, [first, x.shape[1] - first], 1)
-    for number, part in enumerate(halves[: 1 if tensors.first is None else 2]):
-        parts.append(_normalised(part, weight, bias, running[number:][:1], momentum, layer.eps))
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+    if tensors.first is None:
+        return _normalised(x, weight, bias, running, momentum, layer.eps)
+    halves = enumerate(torch.split(x, [first, x.shape[1] - first], 1))
+    parts = [
+        _normalised(part, weight, bias, running[number : number + 1], momentum, layer.eps)
+        for number, part in halves
+    ]
+    return torch.cat(parts, 1)
 
 
 def _full(x: Tensor, value: float) -> Tensor:
@@ -144,17 +147,21 @@ def _normalised(
 ) -> Tensor:
     """With batch statistics, which move the running ones."""
     n, channels = x.shape[0], x.shape[2]
-    if x.numel() == n * channels:
-        raise ValueError(f"BatchNorm needs more than one value per channel; input {x.shape[1:]}")
+    unbias = _unbiasing(x.numel() // (n * channels))
     wide = (n, 1, channels, *(1,) * (x.ndim - 3))
     y, mean, variance = apply(BatchNorm, x, weight.reshape(wide), bias.reshape(wide), eps)
     for running_mean, running_variance in running:
-        count = x.numel() // (n * channels)
-        unbiased = variance * (count / (count - 1))
         running_mean.lerp_(mean.view(n, channels), momentum)
-        running_variance.lerp_(unbiased.view(n, channels), momentum)
+        running_variance.lerp_((variance * unbias).view(n, channels), momentum)
     normalised: Tensor = y.to(x.dtype)
     return normalised
+
+
+def _unbiasing(count: int) -> float:
+    """From the variance of ``count`` values to the estimate that running statistics hold."""
+    if count == 1:
+        raise ValueError("BatchNorm needs more than one value per channel when training")
+    return count / (count - 1)
 
 
 def _max_pool2d(layer: nn.MaxPool2d, tensors: Tensors, at: str, x: Tensor | Deferred) -> Tensor:
@@ -288,8 +295,8 @@ def _batch_norm_in_basics(layer: nn.BatchNorm2d, x: Tensor) -> Tensor:
         dims = (0, *range(2, x.ndim))
         own_mean, own_variance = x.mean(dims), x.var(dims, correction=0)
         if layer.training and mean is not None and variance is not None:
-            count, keep = x.numel() // x.shape[1], 1 - (layer.momentum or 0.0)
-            unbiased = own_variance.detach() * (count / (count - 1))
+            keep = 1 - (layer.momentum or 0.0)
+            unbiased = own_variance.detach() * _unbiasing(x.numel() // x.shape[1])
             mean.mul_(keep).add_(own_mean.detach().to(mean.dtype) * (1 - keep))
             variance.mul_(keep).add_(unbiased.to(variance.dtype) * (1 - keep))
             assert layer.num_batches_tracked is not None

@@ -88,20 +88,11 @@ def conv2d_by_columns(
     x: Tensor,
     weight: Tensor,
     stride: tuple[int, ...],
-    padding: tuple[int, ...] | str,
+    padding: tuple[int, ...],
     dilation: tuple[int, ...],
 ) -> Tensor:
     """A convolution as im2col and one batched matrix product, channels last in memory."""
     n, out_channels, channels, height, width = weight.shape
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight = x.to(dtype), weight.to(dtype)
-    if isinstance(padding, str):
-        padding = (
-            (dilation[0] * (height // 2), dilation[1] * (width // 2))
-            if padding == "same"
-            else (0, 0)
-        )
     x = F.pad(x, (padding[1], padding[1], padding[0], padding[0])).permute(0, 1, 3, 4, 2)
     rows = (x.shape[2] - dilation[0] * (height - 1) - 1) // stride[0] + 1
     columns = (x.shape[3] - dilation[1] * (width - 1) - 1) // stride[1] + 1

@@ -207,9 +207,8 @@ class StackedStep:
     ) -> None:
         """Move ``weights`` in place."""
         if self._joins is None:  # try it on a copy, which tells what the objective asks for
-            copied = Weights(*(_copied(part) for part in weights))
             try:
-                self._losses(copied, {}, inputs, samples, private, public, public_start)
+                self._losses(weights.clone(), {}, inputs, samples, private, public, public_start)
             except RuntimeError as error:
                 reason = str(error).split("\n")[0]
                 raise ConfigError(
