@@ -222,7 +222,8 @@ class Simulation:
         return (yield from self._finish(directory, checkpoints))
 
     def _finish(self, directory: RunDirectory, checkpoints: Checkpoints) -> Steps[Result]:
-        yield from self._save_models(directory)
+        if self.how.save_models:
+            yield from self._save_models(directory)
         self.population.records.close()
         result = Result(directory.path)
         directory.write_json("summary.json", result.summarize())
