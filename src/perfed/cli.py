@@ -17,6 +17,7 @@ from rich.table import Table
 
 import perfed
 from perfed import bench as timing
+from perfed import cli_data
 from perfed.config import (
     Comparison,
     Experiment,
@@ -50,6 +51,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+app.add_typer(cli_data.app, name="data")
 
 FileArgument = Annotated[
     str | None,
