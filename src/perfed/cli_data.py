@@ -109,6 +109,6 @@ class Bar:
     def __call__(self, step: str, done: int, total: int) -> None:
         if step not in self._tasks:
             self._tasks[step] = self._bars.add_task(step, total=total or None, facts="")
-        shown = [quantity(n, "B") if step == "downloading" else str(n) for n in (done, total) if n]
-        facts = " of ".join(shown)
+        shown = [quantity(n, "B") if step == "downloading" else str(n) for n in (done, total)]
+        facts = " of ".join(shown if total else shown[:1])
         self._bars.update(self._tasks[step], completed=done, facts=facts)

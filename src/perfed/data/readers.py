@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar, TypeVar
-from zipfile import BadZipFile, is_zipfile
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -137,7 +137,7 @@ def read_images(path: Path, layouts: Sequence[Layout] = (), progress: Progress =
 
 
 def _read_known(path: Path, layouts: Sequence[Layout], progress: Progress) -> Images | None:
-    if path.is_file() and (is_zipfile(path) or path.suffix == ".npz"):
+    if path.is_file() and (_magic(path) == b"PK" or path.suffix == ".npz"):
         return read_npz(path)
     places = _places(path, {name for layout in layouts for name in layout.files})
     for layout in layouts:
@@ -173,8 +173,7 @@ def archive_files(path: Path, names: set[str]) -> Files:
 
     It is read to its very end, so that a partial archive is never taken for a whole one.
     """
-    with open(path, "rb") as file:
-        packed = file.read(2) == b"\x1f\x8b"
+    packed = _magic(path) == b"\x1f\x8b"
     if not packed and not tarfile.is_tarfile(path):
         return {}
     contents: dict[str, bytes] = {}
@@ -191,6 +190,11 @@ def archive_files(path: Path, names: set[str]) -> Files:
     except (EOFError, zlib.error, tarfile.TarError, gzip.BadGzipFile) as error:
         raise DataError(f"{path} is damaged or cut off: {error}") from None
     return {name: content.__bytes__ for name, content in contents.items()}
+
+
+def _magic(path: Path) -> bytes:
+    with open(path, "rb") as file:
+        return file.read(2)
 
 
 def read_npz(path: Path) -> Images:
@@ -295,7 +299,7 @@ def unpickled_arrays(content: bytes) -> dict[Any, Any]:
     if not isinstance(values, dict):
         raise DataError("holds no dictionary")
     return {
-        key.decode() if isinstance(key, bytes) else key: getattr(value, "array", value)
+        key.decode("latin-1") if isinstance(key, bytes) else key: getattr(value, "array", value)
         for key, value in values.items()
     }
 
