@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from perfed.core.errors import ConfigError, did_you_mean
+from perfed.core.errors import ConfigError, DataError, did_you_mean
 from perfed.data import cache
 from perfed.data.cifar import IMAGE_SETS
 from perfed.report.tables import quantity
@@ -39,14 +39,14 @@ def get(
     """Download a set of images, or take it from files, and store it for all runs."""
     if name not in IMAGE_SETS:
         raise ConfigError(f"unknown set '{name}'{did_you_mean(name, IMAGE_SETS)}", "data get")
-    wanted, root = IMAGE_SETS[name], to or cache.default_root()
+    wanted, root = IMAGE_SETS[name], _root(to)
     stored = cache.find(name, root)
     if stored is not None:
         cache.load(stored)  # or the line that says it is damaged
         print(f"{_described(stored)}: there already; remove the folder to get it anew")
         return
     with Bar() as bar:
-        stored = cache.get(wanted, root, origin, bar)
+        stored = cache.get(wanted, root, origin and origin.expanduser(), bar)
     print(_described(stored))
     for note in stored.notes(wanted):
         print(f"note: {note}")
@@ -59,14 +59,24 @@ def list_(
     ] = None,
 ) -> None:
     """Which sets are there, where, how many images, and from which source."""
-    root = folder or cache.default_root()
-    for name, wanted in IMAGE_SETS.items():
-        stored = cache.find(name, root)
+    root = _root(folder)
+    for wanted in IMAGE_SETS.values():
+        print(_state(wanted, root))
+
+
+def _root(given: Path | None) -> Path:
+    return given.expanduser() if given else cache.default_root()
+
+
+def _state(wanted: cache.ImageSet, root: Path) -> str:
+    try:
+        stored = cache.find(wanted.name, root)
         if stored is None:
-            print(f"{name}: not in {root}; get it with: perfed data get {name}")
-            continue
+            return f"{wanted.name}: not in {root}; get it with: perfed data get {wanted.name}"
         cache.load(stored)
-        print("; ".join([_described(stored), *stored.notes(wanted)]))
+    except DataError as error:
+        return str(error)
+    return "; ".join([_described(stored), *stored.notes(wanted)])
 
 
 def _described(stored: cache.Stored) -> str:
@@ -99,5 +109,6 @@ class Bar:
     def __call__(self, step: str, done: int, total: int) -> None:
         if step not in self._tasks:
             self._tasks[step] = self._bars.add_task(step, total=total or None, facts="")
-        facts = quantity(done, "B") if step == "downloading" else f"{done} of {total}"
+        shown = [quantity(n, "B") if step == "downloading" else str(n) for n in (done, total)]
+        facts = " of ".join(shown if total else shown[:1])
         self._bars.update(self._tasks[step], completed=done, facts=facts)

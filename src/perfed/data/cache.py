@@ -33,6 +33,7 @@ from perfed.core.tensorfile import write_atomically
 from perfed.data.readers import Images, Layout, Progress, read_images, silent
 
 MANIFEST, PIXELS, LABELS = "manifest.json", "images.npy", "labels.npy"
+ARCHIVE = "archive"  # while it is being made
 CHUNK = 1 << 18
 PATIENCE = 60  # seconds without a byte from the server
 
@@ -73,8 +74,10 @@ class Stored:
         return f"{self.manifest['source']['layout']}, {self.manifest['source']['from']}"
 
     def notes(self, wanted: ImageSet) -> list[str]:
-        """What the set lacks; all of it may be meant."""
+        """What to know of the set; all of it may be meant."""
         notes, counts = [], self.manifest["by_class"]
+        if self.manifest["source"].get("md5") == wanted.source.md5:
+            notes.append("from the archive as published, by its checksum")
         if self.images != wanted.images:
             notes.append(f"{self.images:,} images: the whole set has {wanted.images:,}")
         if counts is None:
@@ -107,7 +110,8 @@ def find(name: str, root: Path) -> Stored | None:
     try:
         manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
         stored = Stored(folder, manifest)
-        known = {"images", "by_class", "checksums"} <= set(manifest) and stored.source
+        known = bool(stored.images and stored.source) and "by_class" in manifest
+        known &= PIXELS in manifest["checksums"]
     except (OSError, ValueError, TypeError, KeyError):
         known = False
     if not known:
@@ -120,19 +124,17 @@ def load(stored: Stored) -> Arrays:
     return _load(stored.folder.absolute(), json.dumps(stored.manifest["checksums"]))
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=2)
 def _load(folder: Path, checksums: str) -> Arrays:
     arrays = {}
     for name, checksum in json.loads(checksums).items():
         try:
-            with open(folder / name, "rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != checksum:
-                    raise DataError(
-                        f"{folder / name} is damaged: its checksum is not the recorded one; "
-                        "remove the folder and get the set again"
-                    )
-                file.seek(0)
-                arrays[name] = np.load(file, allow_pickle=False)
+            if _checksum(folder / name, "sha256") != checksum:
+                raise DataError(
+                    f"{folder / name} is damaged: its checksum is not the recorded one; "
+                    "remove the folder and get the set again"
+                )
+            arrays[name] = np.load(folder / name, allow_pickle=False)
         except OSError as error:
             raise DataError(f"cannot read {folder / name}: {error.strerror}") from None
         arrays[name].setflags(write=False)
@@ -154,13 +156,15 @@ def get(
             raise DataError(f"{folder} is there already")
         part.mkdir()
         try:
-            if origin is None:
-                packed = download(wanted.source, part / "archive", progress)
-                images, named = read_images(packed, wanted.layouts, progress), wanted.source.url
-                packed.unlink()
-            else:
-                images, named = read_images(origin, wanted.layouts, progress), str(origin.resolve())
-            _write(wanted, images, named, part)
+            taken = origin or download(wanted.source, part / ARCHIVE, progress)
+            images = read_images(taken, wanted.layouts, progress)
+            source = {
+                "layout": images.layout,
+                "from": str(origin.resolve()) if origin else wanted.source.url,
+                "md5": _checksum(taken, "md5") if taken.is_file() else None,
+            }
+            (part / ARCHIVE).unlink(missing_ok=True)
+            _write(wanted, images, source, part)
             os.rename(part, folder)
             _sync(root)
         finally:
@@ -172,7 +176,7 @@ def get(
 
 def download(source: Source, target: Path, progress: Progress = silent) -> Path:
     """Fetch an archive; it is there afterwards only if its checksum is right."""
-    digest, done = hashlib.md5(usedforsecurity=False), 0
+    done = 0
     try:
         with (
             urllib.request.urlopen(source.url, timeout=PATIENCE) as answer,
@@ -181,23 +185,23 @@ def download(source: Source, target: Path, progress: Progress = silent) -> Path:
             total = int(answer.headers.get("Content-Length") or 0)
             while chunk := answer.read(CHUNK):
                 file.write(chunk)
-                digest.update(chunk)
                 done += len(chunk)
                 progress("downloading", done, total)
     except (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError) as e:
         reason = getattr(e, "reason", None) or e
-        raise DataError(f"cannot download {source.url}: {reason}") from None
+        raise DataError(
+            f"cannot download {source.url}: {reason} (with a copy at hand: --from PATH)"
+        ) from None
     if done < total:
         raise DataError(f"{source.url}: the connection broke after {done:,} of {total:,} bytes")
-    if digest.hexdigest() != source.md5:
+    if (checksum := _checksum(target, "md5")) != source.md5:
         target.unlink()
-        raise DataError(
-            f"{source.url}: the checksum is {digest.hexdigest()}, must be {source.md5}; not used"
-        )
+        raise DataError(f"{source.url}: its md5 is {checksum}, must be {source.md5}: not used")
     return target
 
 
-def _write(wanted: ImageSet, images: Images, named: str, folder: Path) -> None:
+def _write(wanted: ImageSet, images: Images, source: dict[str, Any], folder: Path) -> None:
+    named = source["from"]
     if images.pixels.shape[1:] != wanted.shape:
         theirs, ours = ("×".join(map(str, s)) for s in (images.pixels.shape[1:], wanted.shape))
         raise DataError(f"{named}: images of {theirs}; {wanted.name} has {ours}")
@@ -207,7 +211,7 @@ def _write(wanted: ImageSet, images: Images, named: str, folder: Path) -> None:
         by_class = np.bincount(labels, minlength=len(wanted.classes)).tolist()
     manifest = {
         "name": wanted.name,
-        "source": {"layout": images.layout, "from": named},
+        "source": source,
         "images": len(images.pixels),
         "by_class": by_class,
         "checksums": {name: _save(folder / name, array) for name, array in arrays.items()},
@@ -239,12 +243,18 @@ def _official_labels(wanted: ImageSet, images: Images, named: str) -> np.ndarray
 
 def _save(path: Path, array: np.ndarray) -> str:
     """Write an array through to the disk; returns the file's checksum."""
-    with open(path, "w+b") as file:
+    with open(path, "wb") as file:
         np.save(file, array)
         file.flush()
         os.fsync(file.fileno())
-        file.seek(0)
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return _checksum(path, "sha256")
+
+
+def _checksum(path: Path, kind: str) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(
+            file, lambda: hashlib.new(kind, usedforsecurity=False)
+        ).hexdigest()
 
 
 @contextlib.contextmanager

@@ -40,7 +40,7 @@ CIFAR10 = ImageSet(
     layouts=(
         PickledBatches(
             "official archive",
-            archive="cifar-10-python.tar*",
+            archive="cifar-10-python.tar.gz",
             files=(*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"),
             labels="labels",
         ),
@@ -58,7 +58,7 @@ CIFAR100 = ImageSet(
     layouts=(
         PickledBatches(
             "official archive",
-            archive="cifar-100-python.tar*",
+            archive="cifar-100-python.tar.gz",
             files=("train", "test"),
             labels="fine_labels",
         ),

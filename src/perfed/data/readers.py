@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar, TypeVar
-from zipfile import BadZipFile, is_zipfile
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -62,15 +62,8 @@ class Layout(ABC):
     @abstractmethod
     def read(self, files: Files, progress: Progress) -> Images: ...
 
-    def is_in(self, files: Files, where: Path) -> bool:
-        """Whether ``files`` have this layout; some of its files without the others are an error."""
-        missing = [name for name in self.files if name not in files]
-        if missing and len(missing) < len(self.files):
-            raise DataError(f"{where}: '{missing[0]}' is missing beside '{self._one_of(files)}'")
-        return not missing
-
-    def _one_of(self, files: Files) -> str:
-        return next(name for name in self.files if name in files)
+    def missing(self, files: Files) -> list[str]:
+        return [name for name in self.files if name not in files]
 
 
 @dataclass(frozen=True)
@@ -88,16 +81,13 @@ class PickledBatches(Layout):
 
     def _read_batch(self, content: bytes) -> tuple[np.ndarray, np.ndarray]:
         batch = unpickled_arrays(content)
-        if not isinstance(batch, dict):
-            raise DataError("holds no dictionary")
-        named = {key.decode() if isinstance(key, bytes) else key: batch[key] for key in batch}
         for key in ("data", self.labels):
-            if key not in named:
+            if key not in batch:
                 raise DataError(f"holds no '{key}'")
-        rows = named["data"]
+        rows = batch["data"]
         if not isinstance(rows, np.ndarray) or rows.dtype != np.uint8 or rows.shape[1:] != (3072,):
             raise DataError("'data' must be bytes, samples × 3072")
-        return rows.reshape(-1, 3, 32, 32), _labels(named[self.labels], len(rows))
+        return rows.reshape(-1, 3, 32, 32), _labels(batch[self.labels], len(rows))
 
 
 @dataclass(frozen=True)
@@ -113,10 +103,10 @@ class PixelRows(Layout):
         for number, name in enumerate(TFJS_PICTURES):
             progress("reading", number, len(TFJS_PICTURES))
             parts.append(_inside(name, self._read_picture, files[name]()))
-        pixels = np.concatenate(parts)
-        labels = [
-            label for name in TFJS_LISTS for label in _inside(name, _json_list, files[name]())
-        ]
+        pixels = _channels_first(np.concatenate(parts))
+        labels: list[Any] = []
+        for name in TFJS_LISTS:
+            labels += _inside(name, _json_list, files[name]())
         return Images(pixels, _labels(labels, len(pixels)), self.title)
 
     def _read_picture(self, content: bytes) -> np.ndarray:
@@ -125,13 +115,12 @@ class PixelRows(Layout):
             raise DataError(
                 f"rows of {rows.shape[1]} pixels; must be 1024, one image of 32×32 each"
             )
-        return rows.reshape(-1, 32, 32, 3).transpose(0, 3, 1, 2)
+        return rows.reshape(-1, 32, 32, 3)
 
 
 def read_images(path: Path, layouts: Sequence[Layout] = (), progress: Progress = silent) -> Images:
     """What ``path`` holds: one of ``layouts`` (packed, unpacked, or in a folder that holds it),
     image folders by class, or an .npz file."""
-    path = path.expanduser()
     if not path.exists():
         raise DataError(f"no such file or folder: {str(path)!r}")
     try:
@@ -148,45 +137,43 @@ def read_images(path: Path, layouts: Sequence[Layout] = (), progress: Progress =
 
 
 def _read_known(path: Path, layouts: Sequence[Layout], progress: Progress) -> Images | None:
-    if path.is_dir():
-        found = _read_from_folder(path, layouts, progress)
-        return found or (read_image_folders(path, progress) if class_folders(path) else None)
-    if is_zipfile(path) or path.suffix == ".npz":
+    if path.is_file() and (_magic(path) == b"PK" or path.suffix == ".npz"):
         return read_npz(path)
-    names = {name for layout in layouts for name in layout.files}
-    return _read_layout(archive_files(path, names), path, layouts, progress) if names else None
-
-
-def _read_from_folder(path: Path, layouts: Sequence[Layout], progress: Progress) -> Images | None:
-    """From ``path`` itself, a folder in it, or a packed archive in it."""
-    inner = sorted(path.iterdir())
-    for folder in [path, *(entry for entry in inner if entry.is_dir())]:
-        files = {entry.name: entry.read_bytes for entry in folder.iterdir() if entry.is_file()}
-        found = _read_layout(files, folder, layouts, progress)
-        if found is not None:
-            return found
+    places = _places(path, {name for layout in layouts for name in layout.files})
     for layout in layouts:
-        for archive in sorted(path.glob(layout.archive)):
-            return _read_known(archive, [layout], progress)
+        for where, files in places.items():
+            if not layout.missing(files):
+                return _inside(str(where), layout.read, files, progress)
+    if path.is_dir():
+        for layout in layouts:
+            for packed in sorted(path.glob(layout.archive)):
+                return _read_known(packed, [layout], progress)
+        if class_folders(path):
+            return read_image_folders(path, progress)
+    for layout in layouts:
+        for where, files in places.items():
+            missing = layout.missing(files)
+            if len(missing) < len(layout.files):
+                raise DataError(f"{where}: of the {layout.title}, '{missing[0]}' is missing")
     return None
 
 
-def _read_layout(
-    files: Files, where: Path, layouts: Sequence[Layout], progress: Progress
-) -> Images | None:
-    for layout in layouts:
-        if layout.is_in(files, where):
-            return _inside(str(where), layout.read, files, progress)
-    return None
+def _places(path: Path, names: set[str]) -> dict[Path, Files]:
+    """Where the files of a layout may be: in ``path``, or in a folder in it."""
+    if path.is_file():
+        return {path: archive_files(path, names)}
+    return {
+        folder: {name: (folder / name).read_bytes for name in names if (folder / name).is_file()}
+        for folder in [path, *_folders(path)]
+    }
 
 
 def archive_files(path: Path, names: set[str]) -> Files:
-    """The files of a tar archive, packed or not, that have one of ``names``; none if it is no archive.
+    """The files called one of ``names`` in a tar archive, packed or not; none if it is no archive.
 
     It is read to its very end, so that a partial archive is never taken for a whole one.
     """
-    with open(path, "rb") as file:
-        packed = file.read(2) == b"\x1f\x8b"
+    packed = _magic(path) == b"\x1f\x8b"
     if not packed and not tarfile.is_tarfile(path):
         return {}
     contents: dict[str, bytes] = {}
@@ -205,6 +192,11 @@ def archive_files(path: Path, names: set[str]) -> Files:
     return {name: content.__bytes__ for name, content in contents.items()}
 
 
+def _magic(path: Path) -> bytes:
+    with open(path, "rb") as file:
+        return file.read(2)
+
+
 def read_npz(path: Path) -> Images:
     """``images`` or ``x``, bytes, channels first or last; ``labels`` or ``y``, if there are any."""
     arrays = read_arrays(path)
@@ -218,7 +210,7 @@ def read_npz(path: Path) -> Images:
             f"samples × 3 × height × width; these are {pixels.dtype}, {_by(pixels.shape)}"
         )
     if pixels.shape[1] != 3:
-        pixels = np.ascontiguousarray(pixels.transpose(0, 3, 1, 2))
+        pixels = _channels_first(pixels)
     if labels is not None:
         labels = _inside(str(path), _labels, labels, len(pixels))
     return Images(pixels, labels, ".npz file")
@@ -277,7 +269,7 @@ def read_image_folders(path: Path, progress: Progress = silent) -> Images:
                 f"{_by(pictures[0].shape[:2])}: all must be of one size"
             )
         pictures.append(picture)
-    pixels = np.ascontiguousarray(np.stack(pictures).transpose(0, 3, 1, 2))
+    pixels = _channels_first(np.stack(pictures))
     labels = np.array([label for _, label in files], dtype=np.int64)
     return Images(pixels, labels, "image folders", tuple(names))
 
@@ -293,29 +285,52 @@ def decoded_picture(content: bytes) -> np.ndarray:
         raise DataError(f"is no picture that can be read: {error}") from None
 
 
-def unpickled_arrays(content: bytes) -> Any:
-    """A pickle of plain values, bytes and arrays; anything else in it is refused, never called."""
+def unpickled_arrays(content: bytes) -> dict[Any, Any]:
+    """A pickled dictionary of plain values, bytes and arrays of whole numbers.
+
+    Anything else in it is refused, never looked up, never called.
+    """
     try:
-        return _ArrayUnpickler(io.BytesIO(content), encoding="bytes").load()
+        values = _ArrayUnpickler(io.BytesIO(content), encoding="bytes").load()
     except DataError:
         raise
     except Exception as error:  # a broken pickle can fail in any way
         raise DataError(f"is no pickle that can be read: {error}") from None
+    if not isinstance(values, dict):
+        raise DataError("holds no dictionary")
+    return {
+        key.decode("latin-1") if isinstance(key, bytes) else key: getattr(value, "array", value)
+        for key, value in values.items()
+    }
 
 
-def _array_type(code: Any, align: Any = False, copy: Any = False) -> np.dtype[Any]:
-    """Old pickles say 0 and 1 here, which numpy warns of."""
-    result: np.dtype[Any] = np.dtype(code, align=bool(align), copy=bool(copy))
-    return result
+class _PickledType:
+    """Stands for numpy's dtype in a pickle: whole numbers only, and nothing a state could spoil."""
+
+    def __init__(self, code: Any, *_: Any) -> None:
+        code = code.decode() if isinstance(code, bytes) else code
+        if code not in ("u1", "i1", "i2", "i4", "i8"):
+            raise DataError(f"holds an array of {code!r}: refused")
+        self.dtype = np.dtype(code)
+
+    def __setstate__(self, state: Any) -> None:
+        if state[1] in (">", b">"):
+            self.dtype = self.dtype.newbyteorder(">")
 
 
-def _empty_array(*_: Any) -> np.ndarray:
-    """What a pickled array begins as; its content follows."""
-    return np.empty(0, np.uint8)
+class _PickledArray:
+    """Stands for an array in a pickle, which is made empty and then gets its content as a state."""
+
+    def __init__(self, *_: Any) -> None:
+        self.array = np.empty(0, np.uint8)
+
+    def __setstate__(self, state: Any) -> None:
+        _, shape, kind, by_columns, raw = state
+        self.array = _array_of(raw, kind, shape, "F" if by_columns else "C")
 
 
-def _array_of_buffer(buffer: Any, dtype: Any, shape: Any, order: Any) -> np.ndarray:
-    return np.frombuffer(buffer, dtype=dtype).reshape(shape, order=order)
+def _array_of(raw: Any, kind: _PickledType, shape: Any, order: Any) -> np.ndarray:
+    return np.frombuffer(raw, dtype=kind.dtype).reshape(shape, order=order)
 
 
 def _latin1_bytes(text: str, encoding: str) -> bytes:
@@ -324,18 +339,18 @@ def _latin1_bytes(text: str, encoding: str) -> bytes:
 
 
 class _ArrayUnpickler(pickle.Unpickler):
-    """Knows only what arrays and bytes are pickled with, under numpy's old and new module names.
+    """Knows what arrays and bytes are pickled with, under numpy's old and new names, and no more.
 
-    Nothing is looked up by name: a pickle can reach these five things and no others.
+    None of it is numpy's own code: that trusts the states it is given.
     """
 
     _known: ClassVar[Mapping[tuple[str, str], Any]] = {
         ("numpy", "ndarray"): None,  # only ever an argument of _reconstruct, which ignores it
-        ("numpy", "dtype"): _array_type,
-        ("numpy.core.multiarray", "_reconstruct"): _empty_array,
-        ("numpy._core.multiarray", "_reconstruct"): _empty_array,
-        ("numpy.core.numeric", "_frombuffer"): _array_of_buffer,
-        ("numpy._core.numeric", "_frombuffer"): _array_of_buffer,
+        ("numpy", "dtype"): _PickledType,
+        ("numpy.core.multiarray", "_reconstruct"): _PickledArray,
+        ("numpy._core.multiarray", "_reconstruct"): _PickledArray,
+        ("numpy.core.numeric", "_frombuffer"): _array_of,
+        ("numpy._core.numeric", "_frombuffer"): _array_of,
         ("_codecs", "encode"): _latin1_bytes,
     }
 
@@ -366,6 +381,10 @@ def _labels(values: Any, images: int) -> np.ndarray:
     if not np.issubdtype(labels.dtype, np.integer):
         raise DataError(f"labels must be whole numbers, not {labels.dtype}")
     return labels.astype(np.int64)
+
+
+def _channels_first(pixels: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(pixels.transpose(0, 3, 1, 2))
 
 
 def _joined(parts: Sequence[tuple[np.ndarray, np.ndarray]], layout: str) -> Images:
