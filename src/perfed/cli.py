@@ -202,6 +202,9 @@ def reproduce(
     as_json: JsonOption = False,
     settings: Annotated[str | None, typer.Option(help="Tables: paper or tuned settings.")] = None,
     rounds: Annotated[int | None, typer.Option(help="Tables: instead of 500.", min=1)] = None,
+    selection: Annotated[
+        str | None, typer.Option(help="Tables: uniform, or by-size as in Algorithm 1.")
+    ] = None,
     fractions: Annotated[
         str | None, typer.Option(metavar="C,…", help="Tables: instead of 0.1,0.15.")
     ] = None,
@@ -233,6 +236,7 @@ def reproduce(
             published_tables.plan(STUDIES[what], quick),
             settings,
             rounds,
+            selection,
             None if fractions is None else _parse_numbers(fractions, "--fractions"),
             None if seeds is None else _parse_seeds(seeds),
         )

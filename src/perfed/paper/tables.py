@@ -64,6 +64,7 @@ class Plan:
     fractions: tuple[float, ...] = FRACTIONS
     seeds: tuple[int, ...] = (0, 1, 2)
     rounds: int = 500
+    selection: Literal["uniform", "by-size"] = "uniform"
     quick: bool = False
 
     @property
@@ -90,7 +91,8 @@ class Plan:
 
     def name(self, spec: Mapping[str, Any], fraction: float, seed: int) -> str:
         method = "-".join(str(spec[key]) for key in ("name", "clusters") if key in spec)
-        return f"{self.settings}-C{fraction:g}-{method}-seed{seed}"
+        how = self.settings if self.selection == "uniform" else f"{self.settings}-{self.selection}"
+        return f"{how}-C{fraction:.3g}-{method}-seed{seed}"
 
     def experiment(self, spec: Mapping[str, Any], fraction: float, seed: int) -> Experiment:
         values = read_mapping("digits-dirichlet" if self.quick else "paper-cifar10")
@@ -103,7 +105,7 @@ class Plan:
             "rounds": self.rounds,
             "evaluate_every": max(1, min(10, self.rounds // 10)),
             "clients_per_round": round(fraction * clients),
-            "selection": "uniform",
+            "selection": self.selection,
             "algorithm": dict(spec),
         }
         if self.table == 2:
@@ -199,6 +201,7 @@ def _has_run(plan: Plan, row: Row, records: Mapping[str, Record]) -> bool:
     )
 
 
+_DRAWN = {"uniform": "uniformly", "by-size": "by their size"}
 ACCURACY_NOTE = (
     "Test accuracy in %, mean over all clients, ± standard deviation over seeds. "
     "chosen: in the round that was best on validation data. "
@@ -235,7 +238,7 @@ def _accuracy_table(plan: Plan, fraction: float, here: Sequence[Finding]) -> Tab
     what = "handwritten digits in the place of CIFAR-10, " if plan.quick else ""
     title = (
         f"Table {plan.table}, C={fraction:.2g}, {plan.settings} settings: {what}"
-        f"{config['clients']} clients, {plan.rounds} rounds"
+        f"{config['clients']} clients drawn {_DRAWN[plan.selection]}, {plan.rounds} rounds"
     )
     return Table(title, header, rows, ACCURACY_NOTE)
 
@@ -343,14 +346,18 @@ def with_options(
     chosen: Plan,
     settings: str | None = None,
     rounds: int | None = None,
+    selection: str | None = None,
     fractions: Sequence[float] | None = None,
     seeds: Sequence[int] | None = None,
 ) -> Plan:
     """``chosen`` with what a user asked for instead."""
     if settings is not None and settings not in ("paper", "tuned"):
         raise ConfigError(f"'{settings}' is none of paper, tuned", "--settings")
+    if selection is not None and selection not in _DRAWN:
+        raise ConfigError(f"'{selection}' is none of {', '.join(_DRAWN)}", "--selection")
     changes: dict[str, Any] = {
         "settings": settings,
+        "selection": selection,
         "rounds": rounds,
         "fractions": None if fractions is None else tuple(fractions),
         "seeds": None if seeds is None else tuple(seeds),
