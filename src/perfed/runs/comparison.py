@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -167,6 +168,8 @@ def run_together(
                     del runs[folder]
             if engine is not None:
                 results = dict(_perform_all(engine, {f: waiting[f] for f in runs}))
+    engine = None
+    gc.collect()  # an engine and its clients know each other: their models would stay for a while
     return diverged
 
 
