@@ -141,9 +141,14 @@ class Coordinator(ABC):
         channel = Channel(progress.traffic)
         for callback in self.callbacks:
             callback.on_start(experiment, directory.path, progress.next_round)
-        if progress.next_round == 0 and (opening := (yield from self._opening(channel))):
-            directory.append("rounds.jsonl", opening)
         last_saved, wait = time.monotonic(), self._checkpoint_seconds
+        if not progress.opened:
+            if opening := (yield from self._opening(channel)):
+                directory.append("rounds.jsonl", opening)
+            progress.opened = True
+            progress.log_sizes = directory.log_sizes()
+            if not wait:  # clients elsewhere do not go back to the opening once they have trained
+                checkpoints.save(progress, self.records, self.changed)
         for round in range(progress.next_round, experiment.rounds):
             began = time.monotonic()
             self.seconds = {}
