@@ -30,6 +30,7 @@ from perfed.core.errors import ConfigError, Diverged, PerfedError
 from perfed.core.registry import Registry
 from perfed.core.schema import from_mapping
 from perfed.engines import Execution
+from perfed.flower import initialise
 from perfed.paper import costs, figure1, theorem1, theorem2
 from perfed.report.tables import FOOTNOTE, HEADER, cells, quantity, rows, summary_table
 from perfed.runs import Callback, ComparisonResult, Result, RoundReport
@@ -198,6 +199,43 @@ def reproduce(
     if what in plots and not as_json:
         out.mkdir(parents=True, exist_ok=True)
         print(f"\nfigure: {plots[what](result, out / f'{what}.png')}")
+
+
+federation = typer.Typer(help="A real federation, on Flower.", no_args_is_help=True)
+site = typer.Typer(help="One site of a real federation.", no_args_is_help=True)
+app.add_typer(federation, name="federation")
+app.add_typer(site, name="site")
+
+
+@federation.command("init")
+def federation_init(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder.")],
+    sites: Annotated[int, typer.Option(min=1, help="How many sites.")] = 3,
+    tls: Annotated[
+        bool, typer.Option("--tls", help="Certificates and node keys too, to try them out.")
+    ] = False,
+    host: Annotated[
+        list[str] | None, typer.Option(help="A name or address of the superlink, with --tls.")
+    ] = None,
+) -> None:
+    """Write the Flower app, the coordinator's and the sites' configurations."""
+    lines = initialise.initialise(folder, sites, tls, host or [])
+    print("written; to try it here, each command in a terminal of its own, after the first line:")
+    print("\n".join(f"  {line}" for line in lines))
+
+
+@federation.command("check")
+def federation_check(
+    file: Annotated[Path, typer.Argument(metavar="COORDINATOR.YAML")],
+) -> None:
+    """Check a coordinator's configuration; prints the hash of the public set."""
+    print("\n".join(initialise.check_coordinator(file)))
+
+
+@site.command("check")
+def site_check(file: Annotated[Path, typer.Argument(metavar="SITE.YAML")]) -> None:
+    """Before joining: is the data readable, does the model run, is the public set the right one?"""
+    print("\n".join(initialise.check_site(file)))
 
 
 def _print_registry(console: Console, title: str, registry: Registry[Any]) -> None:

@@ -76,10 +76,15 @@ class Network:
             "FLWR_HOME": str(home),
             "FLWR_TELEMETRY_ENABLED": "0",
             "FLWR_DISABLE_UPDATE_CHECK": "1",
+            "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",
             "OMP_NUM_THREADS": "1",
             "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
         }
-        tls = f'root-certificates = "{certificates / "ca.crt"}"' if certificates else "insecure = true"
+        tls = (
+            f'root-certificates = "{certificates / "ca.crt"}"'
+            if certificates
+            else "insecure = true"
+        )
         (home / "config.toml").write_text(
             f'[superlink]\ndefault = "loop"\n\n'
             f'[superlink.loop]\naddress = "127.0.0.1:{self.port}"\n{tls}\n'
@@ -93,6 +98,7 @@ class Network:
     def superlink(self) -> Process:
         command = ["flower-superlink", "--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--disable-runtime-dependency-installation"]
+        command += ["--database", str(self.folder / "superlink.db")]
         if self.certificates:
             command += ["--ssl-ca-certfile", str(self.certificates / "ca.crt")]
             command += ["--ssl-certfile", str(self.certificates / "server.crt")]

@@ -322,7 +322,7 @@ class FederatedRun(Coordinator):
             self.membership.numbers = _from_columns(line, self.experiment.clients)
 
     def _restore(self, records: Mapping[int, ClientRecord]) -> None:
-        """Started again: those that were there get the time of a round to say that they still are."""
+        """Started again: those that were there get the time of a round to say that they are."""
         known = len(self.membership.members)
         self._wait_for(known, seconds=self.options.deadline)
 
