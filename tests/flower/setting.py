@@ -16,7 +16,8 @@ from perfed.flower.protocol import Envelope
 from perfed.flower.site import Site
 from tests.conftest import SEQUENTIAL
 
-DATA = {"name": "digits", "public": 30}
+DIGITS = Path(__file__).with_name("digits.npz")
+DATA = {"name": "npz", "path": str(DIGITS), "public": 30}
 PARTITION = {"name": "groups", "groups": 2}
 SPLIT = {"train": [0.2, 0.4], "validation": 0.1, "test": 0.5}
 MODELS = [

@@ -134,13 +134,14 @@ class Membership:
     def present(self) -> list[int]:
         return sorted(self._node_of)
 
-    def node(self, client: int) -> int | None:
-        return self._node_of.get(client)
+    def node(self, client: int) -> int:
+        return self._node_of[client]
 
-    def leave_out(self, client: int) -> None:
-        """Until it has answered an invitation, which goes out at once."""
-        node = self._node_of.pop(client, None)
-        if node is not None:
+    def leave_out(self, client: int, node: int) -> None:
+        """Until it has answered an invitation, which goes out at once; unless it has come back as
+        another node meanwhile."""
+        if self._node_of.get(client) == node:
+            del self._node_of[client]
             self._asked.pop(node, None)
 
     def _take_in(self, node: int, answer: Envelope | str) -> None:
@@ -220,13 +221,10 @@ class FederatedRun(Coordinator):
         """Each site's answer; None for those left out, and :attr:`_absent` says why."""
         headers = {task.client: self._header(task.kind, task.round) for task in jobs}
         waiting: dict[str, int] = {}
+        nodes = {task.client: self.membership.node(task.client) for task in jobs}
         for task in jobs:
-            node = self.membership.node(task.client)
-            if node is None:
-                self._leave_out(task.client, "is gone")
-            else:
-                name = self._transport.send(node, Envelope(headers[task.client], task.message))
-                waiting[name] = task.client
+            envelope = Envelope(headers[task.client], task.message)
+            waiting[self._transport.send(nodes[task.client], envelope)] = task.client
         answers: dict[int, Envelope] = {}
         ends = time.monotonic() + self.options.deadline
         while waiting:
@@ -235,21 +233,22 @@ class FederatedRun(Coordinator):
                 try:
                     answers[client] = _checked(headers[client], answer)
                 except PerfedError as error:
-                    self._leave_out(client, str(error))
+                    self._leave_out(client, nodes[client], str(error))
             if not waiting:
                 break
             if time.monotonic() > ends:
+                late = f"no answer within {self.options.deadline:g} s"
                 for client in waiting.values():
-                    self._leave_out(client, f"no answer within {self.options.deadline:g} s")
+                    self._leave_out(client, nodes[client], late)
                 break
             self.membership.look()
             time.sleep(self.options.poll)
         return [answers.get(task.client) for task in jobs]
 
-    def _leave_out(self, client: int, reason: str) -> None:
+    def _leave_out(self, client: int, node: int, reason: str) -> None:
         self._say(f"client {client} is left out: {reason}")
         self._absent[str(client)] = reason
-        self.membership.leave_out(client)
+        self.membership.leave_out(client, node)
 
     def _gather(
         self, kind: str, round: int, messages: Callable[[list[int]], Mapping[int, Message]]
