@@ -110,7 +110,7 @@ class Desk:
     def nodes(self) -> list[int]:
         return list(self.sites)
 
-    def send(self, node: int, task: Envelope) -> str:
+    def send(self, node: int, task: Envelope, seconds: float) -> str:
         name = f"message-{len(self.tasks)}"
         self.tasks.append((node, task))
         fate = self.fate(node, task)

@@ -64,8 +64,8 @@ class Transport(Protocol):
     def nodes(self) -> list[int]:
         """Who is connected."""
 
-    def send(self, node: int, task: Envelope) -> str:
-        """Returns a name by which to ask for the answer."""
+    def send(self, node: int, task: Envelope, seconds: float) -> str:
+        """Returns a name by which to ask for the answer, which is of use for so long."""
 
     def receive(self, names: Iterable[str]) -> dict[str, Envelope | str]:
         """What has arrived of these: an answer, or why there will be none."""
@@ -128,7 +128,7 @@ class Membership:
         for node in self._connected - joined:
             _, asked = self._asked.get(node, ("", -float("inf")))
             if time.monotonic() - asked > self._options.deadline:
-                name = self._transport.send(node, self._invitation)
+                name = self._transport.send(node, self._invitation, self._options.deadline)
                 self._asked[node] = (name, time.monotonic())
 
     def present(self) -> list[int]:
@@ -224,7 +224,8 @@ class FederatedRun(Coordinator):
         nodes = {task.client: self.membership.node(task.client) for task in jobs}
         for task in jobs:
             envelope = Envelope(headers[task.client], task.message)
-            waiting[self._transport.send(nodes[task.client], envelope)] = task.client
+            name = self._transport.send(nodes[task.client], envelope, self.options.deadline)
+            waiting[name] = task.client
         answers: dict[int, Envelope] = {}
         ends = time.monotonic() + self.options.deadline
         while waiting:

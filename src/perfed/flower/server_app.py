@@ -15,6 +15,7 @@ from perfed.flower.coordinator import coordinate
 from perfed.flower.protocol import EVALUATE, JOIN, Envelope
 
 app = ServerApp()
+CLOCKS = 60.0  # seconds by which the clocks of two machines may differ
 
 
 @app.main()
@@ -40,10 +41,16 @@ class FlowerTransport:
     def nodes(self) -> list[int]:
         return list(self._grid.get_node_ids())
 
-    def send(self, node: int, task: Envelope) -> str:
+    def send(self, node: int, task: Envelope, seconds: float) -> str:
         kinds = {JOIN: MessageType.QUERY, EVALUATE: MessageType.EVALUATE}
         kind = kinds.get(task.header.kind, MessageType.TRAIN)
-        message = FlowerMessage(codec.encode(task), node, kind, group_id=str(task.header.round))
+        message = FlowerMessage(
+            codec.encode(task),
+            node,
+            kind,
+            ttl=seconds + CLOCKS,
+            group_id=str(task.header.round),
+        )
         (name,) = self._grid.push_messages([message])
         return name
 

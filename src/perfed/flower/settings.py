@@ -221,7 +221,12 @@ def as_samples(x: Any, where: str) -> np.ndarray:
 
 
 def _call_source(source: str) -> tuple[np.ndarray, np.ndarray]:
-    made = import_object(source)()
+    function = import_object(source)
+    try:
+        made = function()
+    except Exception as error:  # whatever a site's own code raises
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{source}() failed: {reason}", "data.source") from error
     if not isinstance(made, tuple) or len(made) != 2:
         raise ConfigError(f"{source}() must return x and y", "data.source")
     x, y = as_samples(made[0], f"x of {source}()"), np.asarray(made[1])
