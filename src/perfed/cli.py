@@ -224,6 +224,22 @@ def federation_init(
     print("\n".join(f"  {line}" for line in lines))
 
 
+@federation.command("gate")
+def federation_gate(
+    certificates: Annotated[
+        Path, typer.Option(help="The folder with ca.crt, server.crt and server.key.")
+    ] = Path("certificates"),
+    superlink: Annotated[str, typer.Option(help="Where the superlink is.")] = "127.0.0.1:8000",
+    host: Annotated[str, typer.Option(help="Where to listen.")] = "0.0.0.0",
+    port: Annotated[int, typer.Option(help="Where sites connect.")] = 8443,
+) -> None:
+    """Let sites through to the superlink, and nobody else."""
+    initialise.require_flower()
+    from perfed.flower.gate import serve
+
+    serve(superlink, certificates, host, port)
+
+
 @federation.command("check")
 def federation_check(
     file: Annotated[Path, typer.Argument(metavar="COORDINATOR.YAML")],

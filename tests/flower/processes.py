@@ -68,6 +68,8 @@ class Network:
     def __init__(self, folder: Path, *, certificates: Path | None = None) -> None:
         self.folder = folder
         self.port = free_port()
+        self.fleet_port = self.port
+        """Where supernodes look for the superlink: at itself, or at a proxy before it."""
         self.certificates = certificates
         self.processes: list[Process] = []
         home = folder / "flwr-home"
@@ -116,7 +118,7 @@ class Network:
         return False
 
     def supernode(self, name: str, site: Path, *more: str) -> Process:
-        command = ["flower-supernode", "--superlink", f"127.0.0.1:{self.port}"]
+        command = ["flower-supernode", "--superlink", f"127.0.0.1:{self.fleet_port}"]
         command += ["--port", str(free_port()), "--node-config", f'site="{site}"', *more]
         if not self.certificates:
             command += ["--insecure"]

@@ -82,7 +82,7 @@ def records(**changes: Any) -> RecordDict:
     "wrong",
     [
         RecordDict(),
-        records(header=ConfigRecord({"kind": "round"})),
+        records(about=ConfigRecord({"kind": "round", "facts": "{}", "refusal": ""})),
         records(about=ConfigRecord({"facts": "not json", "refusal": ""})),
         records(message=ArrayRecord({"": Array(np.ones(3))})),
         records(message=ArrayRecord({"": Array("uint8", (3,), codec.ENCODING, b"abc")})),

@@ -1,5 +1,5 @@
-"""Envelopes as Flower records: the header and facts in a ConfigRecord, the message's tensors as one
-Array in the wire encoding that the channel counts (:mod:`perfed.core.tensorfile`)."""
+"""Envelopes as Flower records: header and facts in a ConfigRecord, the message's tensors as one Array
+in the wire encoding that the channel counts (:mod:`perfed.core.tensorfile`)."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ ENCODING = "perfed.safetensors"
 
 
 def encode(envelope: Envelope) -> RecordDict:
-    header: dict[str, Any] = dataclasses.asdict(envelope.header)
-    about: dict[str, Any] = {"facts": json.dumps(envelope.facts), "refusal": envelope.refusal}
-    records = RecordDict({"header": ConfigRecord(header), "about": ConfigRecord(about)})
+    about: dict[str, Any] = dataclasses.asdict(envelope.header)
+    about |= {"facts": json.dumps(envelope.facts), "refusal": envelope.refusal}
+    records = RecordDict({"about": ConfigRecord(about)})  # every record is a request more
     arrays = envelope.message.arrays
     if arrays:
         data = tensorfile.encode(arrays)
@@ -30,9 +30,9 @@ def encode(envelope: Envelope) -> RecordDict:
 def decode(records: RecordDict) -> Envelope:
     """Raises Refused where the records are not an envelope."""
     try:
-        header = Header(**cast(dict[str, Any], dict(records.config_records["header"])))
-        about = records.config_records["about"]
-        facts, refusal = json.loads(cast(str, about["facts"])), cast(str, about["refusal"])
+        about = cast(dict[str, Any], dict(records.config_records["about"]))
+        facts, refusal = json.loads(about.pop("facts")), about.pop("refusal")
+        header = Header(**about)
         message = Message()
         if "message" in records:
             array = records.array_records["message"][""]
