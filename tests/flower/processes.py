@@ -24,11 +24,28 @@ def free_port() -> int:
         return port
 
 
+def listens(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+        return True
+    return False
+
+
 def wait_until(condition: Callable[[], object], what: str, seconds: float = PATIENCE) -> None:
     ends = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < ends, f"not within {seconds} s: {what}"
         time.sleep(0.2)
+
+
+def descendants(pid: int) -> list[int]:
+    """Children and theirs. Some are in sessions of their own, where no group's signal is heard."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            child, _, rest = stat.read_text().partition(" (")
+            children.setdefault(int(rest.rpartition(") ")[2].split()[1]), []).append(int(child))
+    found = children.get(pid, [])
+    return found + [further for child in found for further in descendants(child)]
 
 
 class Process:
@@ -51,8 +68,9 @@ class Process:
 
     def kill(self) -> None:
         """SIGKILL, to it and all its children: as when a machine loses power."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        for pid in [self._process.pid, *descendants(self._process.pid)]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self._process.wait()
 
     def ended(self) -> bool:
@@ -70,6 +88,7 @@ class Network:
         self.port = free_port()
         self.fleet_port = self.port
         """Where supernodes look for the superlink: at itself, or at a proxy before it."""
+        self.gate_port = free_port()
         self.certificates = certificates
         self.processes: list[Process] = []
         home = folder / "flwr-home"
@@ -89,7 +108,8 @@ class Network:
         )
         (home / "config.toml").write_text(
             f'[superlink]\ndefault = "loop"\n\n'
-            f'[superlink.loop]\naddress = "127.0.0.1:{self.port}"\n{tls}\n'
+            f'[superlink.loop]\naddress = "127.0.0.1:{self.port}"\n{tls}\n\n'
+            f'[superlink.gate]\naddress = "127.0.0.1:{self.gate_port}"\n{tls}\n'
         )
 
     def start(self, name: str, *command: str) -> Process:
@@ -109,13 +129,18 @@ class Network:
         else:
             command += ["--insecure"]
         process = self.start("superlink", *command)
-        wait_until(self._listening, f"the superlink listens:\n{process.text()}")
+        wait_until(lambda: listens(self.port), f"the superlink listens:\n{process.text()}")
         return process
 
-    def _listening(self) -> bool:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1):
-            return True
-        return False
+    def gate(self) -> Process:
+        """The supernodes started after it go through it."""
+        command = ["perfed", "federation", "gate", "--certificates", str(self.certificates)]
+        command += ["--superlink", f"127.0.0.1:{self.port}"]
+        command += ["--host", "127.0.0.1", "--port", str(self.gate_port)]
+        process = self.start("gate", *command)
+        wait_until(lambda: listens(self.gate_port), f"the gate listens:\n{process.text()}")
+        self.fleet_port = self.gate_port
+        return process
 
     def supernode(self, name: str, site: Path, *more: str) -> Process:
         command = ["flower-supernode", "--superlink", f"127.0.0.1:{self.fleet_port}"]

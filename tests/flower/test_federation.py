@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import shutil
+import ssl
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +104,7 @@ def test_with_tls_only_registered_sites_take_part(tmp_path: Path) -> None:
 
     with network(tmp_path / "net", certificates=certificates) as net:
         net.superlink()
+        net.gate()
         for n in range(3):
             done = net.start("register", "flwr", "supernode", "register",
                              str(certificates / f"site-{n}.pub"), "loop")  # fmt: skip
@@ -120,6 +123,9 @@ def test_with_tls_only_registered_sites_take_part(tmp_path: Path) -> None:
             "1",
         )
         keyless = net.supernode("keyless", folder / "keyless.yaml", *trusted)
+        register = ["flwr", "supernode", "register", str(certificates / "stranger.pub")]
+        assert net.start("stranger-registers", *register, "gate").code() != 0
+        assert_only_sites_pass(net.gate_port, certificates)
         finish(start(net, folder), folder)
         for intruder in (stranger, misled, keyless):
             wait_until(intruder.ended, f"refused:\n{intruder.text()}")
@@ -129,6 +135,23 @@ def test_with_tls_only_registered_sites_take_part(tmp_path: Path) -> None:
         assert stranger.code() % 256 == 305 % 256 or "305" in stranger.text()
         assert "certificate" in misled.text().lower()
     assert_personal_models_of(folder, simulated(tmp_path / "simulation", rounds=2))
+
+
+def assert_only_sites_pass(port: int, certificates: Path) -> None:
+    """Neither the operator's requests nor a way round by dots get through the gate."""
+    context = ssl.create_default_context(cafile=str(certificates / "ca.crt"))
+    for path in (
+        "/v1/control/list-runs",
+        "/v1/runtime/get-nodes",
+        "/v1/fleet/../control/list-runs",
+        "/v1/fleet/%2e%2e/control/list-runs",
+        "//v1/control/list-runs",
+        "/",
+    ):
+        connection = http.client.HTTPSConnection("127.0.0.1", port, context=context, timeout=30)
+        connection.request("POST", path, body=b"")
+        assert connection.getresponse().status == 403, path
+        connection.close()
 
 
 def test_a_site_killed_in_a_round_is_left_out_and_rejoins_with_its_own_model(

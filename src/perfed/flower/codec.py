@@ -1,5 +1,5 @@
-"""Envelopes as Flower records: header and facts in a ConfigRecord, the message's tensors as one Array
-in the wire encoding that the channel counts (:mod:`perfed.core.tensorfile`)."""
+"""Envelopes as Flower records: header and facts in a ConfigRecord, the message's tensors as one
+Array, in the wire encoding that the channel counts (:mod:`perfed.core.tensorfile`)."""
 
 from __future__ import annotations
 
