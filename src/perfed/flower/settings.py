@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from perfed.config import Experiment, read_mapping
-from perfed.core.errors import ConfigError
+from perfed.core.errors import ConfigError, DataError
 from perfed.core.registry import import_object
 from perfed.core.schema import Options, from_mapping, option
 from perfed.data import (
@@ -21,8 +21,10 @@ from perfed.data import (
     Split,
     build_federation,
 )
+from perfed.data.datasets import scaled
 from perfed.data.federation import SMALLEST_CLIENT, split_client
 from perfed.data.partition import Given
+from perfed.data.readers import read_arrays
 from perfed.flower.protocol import public_hash
 from perfed.models import Architecture
 
@@ -216,8 +218,7 @@ def as_samples(x: Any, where: str) -> np.ndarray:
         raise ConfigError("must be numbers, samples × features or images", where)
     if not np.isfinite(x).all():
         raise ConfigError("has values that are not finite", where)
-    samples: np.ndarray = x.astype(np.float32)
-    return samples / np.float32(127.5) - 1 if x.dtype == np.uint8 else samples
+    return scaled(x)
 
 
 def _call_source(source: str) -> tuple[np.ndarray, np.ndarray]:
@@ -238,13 +239,13 @@ def _call_source(source: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _read_array(file: str, name: str) -> np.ndarray:
+    path = Path(file).expanduser()
     try:
-        with open(Path(file).expanduser(), "rb") as raw:
-            content = np.load(raw, allow_pickle=False)
-            if isinstance(content, np.lib.npyio.NpzFile):
-                return np.asarray(content[name])
-            return np.asarray(content)
-    except KeyError:
-        raise ConfigError(f"{file} has no array '{name}'", name) from None
-    except (OSError, ValueError, EOFError) as error:
+        if path.suffix == ".npy":
+            return np.asarray(np.load(path, allow_pickle=False))
+        arrays = read_arrays(path)
+    except (DataError, OSError, ValueError, EOFError) as error:
         raise ConfigError(f"cannot read {file}: {error}", name) from None
+    if name not in arrays:
+        raise ConfigError(f"{file} has no array '{name}'", name)
+    return arrays[name]

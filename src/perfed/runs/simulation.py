@@ -97,6 +97,7 @@ class Simulation(Coordinator):
         engine: Engine | None = None,
     ) -> None:
         super().__init__(experiment, callbacks, how.torch_device(), how.checkpoint_seconds)
+        self.how = how
         self.federation = build_federation(
             experiment.data,
             experiment.partition,
@@ -149,7 +150,8 @@ class Simulation(Coordinator):
         self.population.commit(records)
 
     def _close(self, directory: RunDirectory) -> Steps[None]:
-        yield from self._save_models(directory)
+        if self.how.save_models:
+            yield from self._save_models(directory)
         self.population.records.close()
 
     def begin(self, channel: Channel) -> dict[str, Any] | None:
