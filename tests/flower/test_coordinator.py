@@ -318,3 +318,40 @@ def test_the_reports_of_a_simulation_work_on_a_federation(tmp_path: Path) -> Non
     assert result.plot(tmp_path / "figure.png").is_file()
     with pytest.raises(PerfedError, match=r"models/index\.json"):  # they are at their sites
         result.model(0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "lie"),
+    [
+        (JOIN, {"client": 7}),
+        (JOIN, {"client": -1}),
+        (JOIN, {"client": "all"}),
+        (JOIN, {"sizes": {"train": 0, "validation": 1, "test": 1}}),
+        (JOIN, {"sizes": None}),
+        (JOIN, {"numbers": {"personal": {"test_accuracy": "high"}}}),
+        (ROUND, {"numbers": {"imperial": {}}}),
+        (ROUND, {"numbers": None}),
+    ],
+)
+def test_a_site_that_talks_nonsense_harms_nobody(
+    kind: str, lie: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = write_federation(
+        tmp_path / "federation", options={"start_with": 2}, rounds=1, clients_per_round=2
+    )
+
+    class Lying(Desk):
+        """Node 11 does."""
+
+        def send(self, node: int, task: Envelope, seconds: float) -> str:
+            name = super().send(node, task, seconds)
+            answer = self._arrived[name]
+            if node == 11 and task.header.kind == kind and isinstance(answer, Envelope):
+                self._arrived[name] = answer.answer(answer.message, {**answer.facts, **lie})
+            return name
+
+    result = run(folder, Lying(desk(folder).sites))
+    assert result.summary["finished"]
+    last = lines(result.path, "rounds.jsonl")[-1]
+    assert 1 not in last["clients"]
+    assert last["clients"]

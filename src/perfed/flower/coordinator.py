@@ -25,6 +25,8 @@ from perfed.core.algorithm import Algorithm, ClientInfo, Server
 from perfed.core.channel import Channel
 from perfed.core.errors import ConfigError, PerfedError, RunError
 from perfed.core.message import Message
+from perfed.core.metrics import MODEL_NAMES, QUANTITIES
+from perfed.core.metrics import PARTS as JUDGED_PARTS
 from perfed.core.selection import select_clients
 from perfed.core.tree import Weights, flatten
 from perfed.engines import ClientRecord
@@ -40,7 +42,7 @@ from perfed.flower.protocol import (
     public_hash,
 )
 from perfed.flower.settings import CoordinatorOptions, read_coordinator
-from perfed.flower.site import Numbers, Plan, judged_alone
+from perfed.flower.site import PARTS, Numbers, Plan, judged_alone
 from perfed.models import build_module, initial_weights
 from perfed.runs.coordinator import (
     Callback,
@@ -56,6 +58,7 @@ from perfed.runs.directory import RunDirectory, environment
 from perfed.runs.result import Result
 
 Say = Callable[[str], None]
+JUDGED = [f"{part}_{quantity}" for part in JUDGED_PARTS for quantity in QUANTITIES]
 
 
 class Transport(Protocol):
@@ -148,11 +151,7 @@ class Membership:
         if isinstance(answer, str):
             raise Refused(answer)
         check_answer(self._invitation.header, answer)
-        facts = answer.facts
-        client, member = (
-            facts["client"],
-            Member(facts["architecture"], facts["sizes"], facts["site"]),
-        )
+        client, member, numbers = _introduction(answer.facts, self._options.experiment.clients)
         before = self.members.get(client)
         if before is not None and before.site != member.site and client in self._node_of:
             raise Refused(f"client {client} is another site already: give this one its own number")
@@ -164,8 +163,8 @@ class Membership:
         self.admit(member.architecture)
         self.members[client] = member
         self._node_of[client] = node
-        if "numbers" in facts:
-            self.numbers[client] = facts["numbers"]
+        if numbers:
+            self.numbers[client] = numbers
         self._say(
             f"client {client} is there: {member.architecture}, {member.sizes['train']} samples"
         )
@@ -268,7 +267,7 @@ class FederatedRun(Coordinator):
                     replies[task.client] = answer.message
                     self._absent.pop(str(task.client), None)
                     if "numbers" in answer.facts:
-                        self.membership.numbers[task.client] = answer.facts["numbers"]
+                        self.membership.numbers[task.client] = _numbers(answer.facts)
             if len(replies) >= self.options.minimum:
                 return replies
             self._say(
@@ -366,7 +365,7 @@ class FederatedRun(Coordinator):
                 tasks = [Task(c, EVALUATE, round, message) for c, message in messages.items()]
                 answers = yield tasks
                 numbers = {
-                    task.client: answer.facts["numbers"]
+                    task.client: _numbers(answer.facts)
                     for task, answer in zip(tasks, answers, strict=True)
                     if answer is not None
                 }
@@ -543,7 +542,36 @@ def _checked(task: Header, answer: Envelope | str) -> Envelope:
         raise Refused(answer)
     check_answer(task, answer)
     check_finite(task.round, {"its answer": [*answer.message.arrays.items()]})
+    if task.kind == EVALUATE or "numbers" in answer.facts:
+        _numbers(answer.facts)
     return answer
+
+
+def _introduction(facts: Mapping[str, Any], clients: int) -> tuple[int, Member, Numbers]:
+    """What a site says of itself on joining. It may run other code than this: nothing is taken
+    for granted."""
+    try:
+        client, sizes = int(facts["client"]), {p: int(facts["sizes"][p]) for p in PARTS}
+        member = Member(str(facts["architecture"]), sizes, str(facts["site"]))
+    except (KeyError, TypeError, ValueError):
+        raise Refused("it does not say who it is") from None
+    if not 0 <= client < clients or min(sizes.values()) < 1:
+        raise Refused(f"client {client} with {sizes} samples: there is no such client")
+    return client, member, _numbers(facts) if "numbers" in facts else {}
+
+
+def _numbers(facts: Mapping[str, Any]) -> Numbers:
+    """How a site judges its models; raises Refused where these are not numbers."""
+    try:
+        numbers = facts["numbers"]
+        judged = [numbers[kind][name] for kind in numbers for name in JUDGED]
+        if not numbers or not set(numbers) <= set(MODEL_NAMES):
+            raise ValueError
+        if not np.isfinite(np.array(judged, dtype=float)).all():
+            raise ValueError
+    except (KeyError, TypeError, ValueError):
+        raise Refused("its judgement of its models is not one") from None
+    return {kind: {name: float(numbers[kind][name]) for name in JUDGED} for kind in numbers}
 
 
 def _from_columns(line: Mapping[str, Any], clients: int) -> dict[int, Numbers]:
