@@ -134,13 +134,15 @@ def read_record(path: Path) -> Record:
 def record_of(folder: Path) -> Record:
     """What is kept of a run, finished or failed."""
     directory, result = RunDirectory(folder), Result(folder)
-    whole = result.record()
-    kept: Record = {"config": whole["config"], "environment": whole["environment"]}
+    kept: Record = {
+        "config": result.experiment.to_mapping(),
+        "environment": directory.read_json("environment.json"),
+    }
     if (folder / FAILED).is_file():
         return kept | {"failed": directory.read_json(FAILED)["error"]}
     timing = directory.lines("timing.jsonl")
     return kept | {
-        "summary": whole["summary"],
+        "summary": result.summary,
         "curve": _curve(directory),
         "clients": _clients(directory),
         "seconds": round(sum(sum(_phases(line)) for line in timing), 2),

@@ -63,11 +63,12 @@ class Search:
     def experiment(self, choice: Choice, seed: int) -> Experiment:
         values = copy.deepcopy(dict(self.values))
         values.pop("seeds", None)
+        if "algorithms" in values:
+            raise ConfigError("one algorithm is tuned at a time: name it with --algorithm")
         for key, value in choice:
             apply_override(values, f"{key}={value}")
         experiment = parse(values | {"seed": seed})
-        if isinstance(experiment, Comparison):
-            raise ConfigError("one algorithm is tuned at a time: name it with --algorithm")
+        assert not isinstance(experiment, Comparison)
         return experiment
 
     def result(self, records: Mapping[str, Record]) -> dict[str, Any]:
