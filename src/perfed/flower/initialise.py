@@ -194,8 +194,8 @@ def commands(folder: Path, sites: int, tls: bool) -> list[str]:
     else:
         link += " --insecure"
         node += " --insecure"
-    setup = f"cd {folder} && export FLWR_HOME=$PWD/flwr-home FLWR_TELEMETRY_ENABLED=0"
-    lines = [setup, link]
+    quiet = "FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1"
+    lines = [f"cd {folder} && export FLWR_HOME=$PWD/flwr-home {quiet}", link]
     if tls:
         lines += [f"flwr supernode register {certificates}/site-{n}.pub" for n in range(sites)]
     for client in range(sites):
