@@ -6,40 +6,29 @@ python benchmarks/render.py --check   exits with 1 where a block is not what the
 
 from __future__ import annotations
 
-import json
 import re
 import statistics
 import sys
-from pathlib import Path
-from typing import Any
+
+from committed import ROOT, machine, result
+from paper_blocks import BLOCKS as PAPER_BLOCKS
 
 from perfed.bench import render as render_bench
-from perfed.paper.costs import render as render_costs
-from perfed.paper.figure1 import render as render_figure1
-from perfed.paper.theorem1 import render as render_theorem1
-from perfed.paper.theorem2 import render as render_theorem2
 from perfed.report.tables import spread, summary_table
 
-ROOT = Path(__file__).parents[1]
-DOCUMENTS = ("README.md", "docs/findings.md", "docs/engines.md", "docs/federation.md")
-
-
-def result(name: str) -> Any:
-    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text("utf-8"))
+DOCUMENTS = (
+    "README.md",
+    "docs/findings.md",
+    "docs/engines.md",
+    "docs/reproduction.md",
+    "docs/federation.md",
+)
 
 
 def comparison(name: str) -> str:
     record = result(name)
     lines = [summary_table(record["runs"]), *record["failures"]]
     return "\n".join(["```", *lines, "```", machine(record["environment"])])
-
-
-def machine(environment: dict[str, Any]) -> str:
-    packages = environment["packages"]
-    return (
-        f"({environment['device']}, torch {packages['torch']}, numpy {packages['numpy']}, "
-        f"Python {environment['python']}, {environment['started'][:10]})"
-    )
 
 
 def batchnorm() -> str:
@@ -259,9 +248,7 @@ BLOCKS = {
     "digits-groups-gains": lambda: against_local("all_algorithms"),
     "batchnorm": batchnorm,
     "tuning": tuning,
-    "figure1": lambda: "\n".join(["```", render_figure1(result("figure1")), "```"]),
-    "theorem1": lambda: "\n".join(["```", render_theorem1(result("theorem1")), "```"]),
-    "theorem2": lambda: "\n".join(["```", render_theorem2(result("theorem2")), "```"]),
+    **PAPER_BLOCKS,
     "bench-h200": lambda: engines("bench_h200"),
     "bench-cpu": lambda: engines("bench_cpu"),
     "profile": profile,
@@ -269,7 +256,6 @@ BLOCKS = {
     "bf16": bf16,
     "scale": scale,
     "federation": federation,
-    "costs": lambda: "\n".join(["```", render_costs(result("costs")), "```"]),
 }
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import ssl
 import stat
-import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -18,6 +17,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_ssh_public_key,
 )
 
+from perfed import cli
 from perfed.core.errors import ConfigError, PerfedError
 from perfed.flower.coordinator import coordinate
 from perfed.flower.initialise import check_coordinator, check_site, initialise, require_flower
@@ -107,23 +107,31 @@ def test_keys_are_what_flower_wants_and_only_their_owner_reads_them(tmp_path: Pa
         assert stat.S_IMODE((certificates / name).stat().st_mode) == 0o600
 
 
-def test_the_commands_are_shown_and_a_mistake_is_one_line(tmp_path: Path) -> None:
-    def perfed(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "perfed", *arguments]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+def test_the_commands_are_shown_and_a_mistake_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def perfed(*arguments: str) -> tuple[object, str, str]:
+        monkeypatch.setattr(sys, "argv", ["perfed", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return ended.value.code, *capsys.readouterr()
 
-    done = perfed("federation", "init", "trial", "--tls", "--sites", "2", "--host", "link")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("flower-supernode --superlink") == 2
-    assert "flwr supernode register certificates/site-1.pub" in done.stdout
-    assert perfed("site", "check", "trial/site-0.yaml").returncode == 0
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = perfed("federation", "init", "trial", "--tls", "--sites", "2", "--host", "link")
+    assert code == 0
+    assert out.count("flower-supernode --superlink") == 2
+    assert "flwr supernode register certificates/site-1.pub" in out
+    assert perfed("federation", "check", "trial/coordinator.yaml")[0] == 0
+    assert perfed("site", "check", "trial/site-0.yaml")[0] == 0
     text = (tmp_path / "trial" / "site-0.yaml").read_text()
     (tmp_path / "trial" / "site-0.yaml").write_text(text.replace("classes: 10", "classes: 9"))
-    wrong = perfed("site", "check", "trial/site-0.yaml")
-    assert (wrong.returncode, wrong.stdout) == (2, "")
-    assert wrong.stderr.count("\n") == 1
-    assert "label 9 in the data" in wrong.stderr
-    assert perfed("site", "check", "nowhere.yaml").stderr == "perfed: no such file: nowhere.yaml\n"
+    code, out, wrong = perfed("site", "check", "trial/site-0.yaml")
+    assert (code, out, wrong.count("\n")) == (2, "", 1)
+    assert "label 9 in the data" in wrong
+    code, _, wrong = perfed("site", "check", "nowhere.yaml")
+    assert (code, wrong) == (2, "perfed: no such file: nowhere.yaml\n")
+    code, _, wrong = perfed("federation", "gate", "--certificates", "nowhere")
+    assert (code, wrong) == (2, "perfed: --certificates: no ca.crt in nowhere\n")
 
 
 @pytest.mark.parametrize("version", [None, "1.42.0", "1.4.1"])

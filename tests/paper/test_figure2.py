@@ -20,4 +20,5 @@ def test_it_shows_what_a_run_of_the_table_has() -> None:
     ]
     drawn = sum(len(points.get_offsets()) for points in bubbles.collections)
     assert drawn == sum(count > 0 for client in example["labels"] for count in client)
-    assert len(figure2.tables(result)[0].rows) == 3 + 4
+    assert len(figure2.tables(result)[0].rows) == 3 + 8
+    assert result["never_in_500"][0] <= result["never_in_100"][0] < 30

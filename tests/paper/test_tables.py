@@ -78,6 +78,7 @@ def fake(seed: int, accuracy: list[float], kind: str = "personal") -> dict[str, 
     at = {"test_accuracy": mean, "validation_accuracy": 0.5}
     return {
         "config": {"seed": seed, "clients": 4},
+        "curve": {kind: [[4, mean - 0.2, 0.5], [7, mean - 0.02, 0.5], [9, mean, 0.5]]},
         "summary": {
             "rounds": 10,
             "models": {kind: dict.fromkeys(("last", "chosen", "best_test"), at)},
@@ -110,6 +111,7 @@ def test_gains_are_counted_client_by_client() -> None:
     assert row["harmed %"] == f"{100 / 8:.0f}"
     shown = dict(zip(accuracy.header, accuracy.rows[1], strict=True))
     assert shown["last"] == "47.4 ± 6.9"
+    assert shown["of late"] == "+2.0"
     assert shown["paper"] == "70.7 ± 0.5"
     assert shown["difference"] == f"{47.375 - 70.70:+.1f}"
     assert shown["cost"] == "10"  # 5 million in 10 rounds, over 200 rounds

@@ -155,6 +155,16 @@ class Finding:
     def values(self, when: str, quantity: str = "test_accuracy") -> list[float]:
         return [r["summary"]["models"][self.row.kind][when][quantity] for r in self.records]
 
+    def of_late(self) -> float:
+        """What the last fifth of the rounds added to the accuracy."""
+        changes = []
+        for record in self.records:
+            curve = record["curve"][self.row.kind]
+            last_round, last = curve[-1][:2]
+            before = [point[1] for point in curve if point[0] + 1 <= 0.8 * (last_round + 1)]
+            changes.append(last - before[-1] if before else 0.0)
+        return statistics.mean(changes)
+
     def cost(self) -> float:
         """Parameters in the paper's counting, over as many rounds as its cost column has."""
         per_round: list[float] = [
@@ -204,6 +214,7 @@ def _has_run(plan: Plan, row: Row, records: Mapping[str, Record]) -> bool:
 _DRAWN = {"uniform": "uniformly", "by-size": "by their size"}
 ACCURACY_NOTE = (
     "Test accuracy in %, mean over all clients, ± standard deviation over seeds. "
+    "of late: what the last fifth of the rounds added. "
     "chosen: in the round that was best on validation data. "
     "best*: in the best test round, which is what the paper reports; it is chosen by test data, so "
     "it flatters. difference: best* − paper. "
@@ -212,7 +223,10 @@ ACCURACY_NOTE = (
 
 
 def _accuracy_table(plan: Plan, fraction: float, here: Sequence[Finding]) -> Table:
-    header = ("", "seeds", "last", "chosen", "best*", "paper", "difference", "cost", "paper's cost")
+    header = (
+        *("", "seeds", "last", "of late", "chosen", "best*"),
+        *("paper", "difference", "cost", "paper's cost"),
+    )
     rows = []
     for finding in here:
         paper = finding.row.published(plan.published_fraction(fraction))
@@ -226,6 +240,7 @@ def _accuracy_table(plan: Plan, fraction: float, here: Sequence[Finding]) -> Tab
                 finding.row.label,
                 str(len(finding.records)),
                 spread(finding.values("last")),
+                f"{100 * finding.of_late():+.1f}",
                 spread(finding.values("chosen")),
                 spread(best),
                 "–" if paper is None else f"{paper[0]:.1f} ± {paper[1]:.1f}",
@@ -301,6 +316,12 @@ def _client_gains(finding: Finding, local: Finding) -> list[tuple[float, int, in
         ):
             gains.append((100 * (accuracy - alone), size, labels))
     return gains
+
+
+def gain_of_small_clients(finding: Finding, local: Finding) -> float:
+    """Mean points above local training, of clients in the smallest group."""
+    most = SIZE_GROUPS[0][1] or 0
+    return statistics.mean(g for g, size, _ in _client_gains(finding, local) if size <= most)
 
 
 def plot(plan: Plan, records: Mapping[str, Record]) -> Figure:
