@@ -21,7 +21,7 @@ from perfed.core.algorithm import algorithms
 from perfed.core.errors import ConfigError, PerfedError
 from perfed.core.message import Message
 from perfed.flower.protocol import FIRST, JOIN, PROTOCOL, ROUND, Envelope, Header
-from perfed.flower.site import Plan, Site
+from perfed.flower.site import Checkpoint, Plan, Site
 from tests.flower.processes import wait_until
 from tests.flower.setting import write_federation
 
@@ -162,6 +162,20 @@ def test_a_site_may_save_the_cost_of_the_copy(folder: Path) -> None:
     join(here)
     play(here, 0)
     assert "alone" not in (folder / "state-0" / "trial-1" / "report.jsonl").read_text()
+
+
+def test_a_copy_that_diverges_is_nobody_elses_matter(folder: Path) -> None:
+    join(site(folder))
+    play(site(folder), 0)
+    path = folder / "state-0" / "trial-1" / "checkpoint.safetensors"
+    checkpoint = Checkpoint.load(path, torch.device("cpu"))
+    assert checkpoint.alone is not None
+    checkpoint.alone.weights.params["1.weight"].fill_(float("nan"))
+    checkpoint.save(path)
+    answer = play(site(folder), 1)
+    assert (answer.refusal, bool(answer.message)) == ("", True)
+    last = (path.parent / "report.jsonl").read_text().splitlines()[-1]
+    assert json.loads(last).keys() & {"gain", "alone_test_accuracy"} == set()
 
 
 def work_and_tell(folder: Path, ready: Any) -> None:

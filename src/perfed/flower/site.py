@@ -312,9 +312,8 @@ class Site:
         line: dict[str, Any] = {"round": task.header.round, **numbers[kind]}
         text = f"round {task.header.round}: accuracy {100 * line['test_accuracy']:.1f} %"
         if checkpoint.alone is not None:
-            population = self._population(plan, Local(), checkpoint.alone)
-            alone, _ = self._judge(population, task.header.round, Message())
-            line |= {f"alone_{name}": number for name, number in alone["personal"].items()}
+            line |= self._alone(task, plan, checkpoint.alone)
+        if "alone_test_accuracy" in line:
             line["gain"] = line["test_accuracy"] - line["alone_test_accuracy"]
             text += (
                 f" with the federation, {100 * line['alone_test_accuracy']:.1f} % alone "
@@ -323,6 +322,15 @@ class Site:
         with open(folder / "report.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         self.say(text)
+
+    def _alone(self, task: Envelope, plan: Plan, record: ClientRecord) -> dict[str, float]:
+        """The numbers of the copy; none where it has diverged, which is nobody else's matter."""
+        population = self._population(plan, Local(), record)
+        try:
+            numbers, _ = self._judge(population, task.header.round, Message())
+        except Diverged:
+            return {}
+        return {f"alone_{name}": number for name, number in numbers["personal"].items()}
 
     # Before joining.
 
