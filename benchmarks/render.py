@@ -16,7 +16,13 @@ from paper_blocks import BLOCKS as PAPER_BLOCKS
 from perfed.bench import render as render_bench
 from perfed.report.tables import spread, summary_table
 
-DOCUMENTS = ("README.md", "docs/findings.md", "docs/engines.md", "docs/reproduction.md")
+DOCUMENTS = (
+    "README.md",
+    "docs/findings.md",
+    "docs/engines.md",
+    "docs/reproduction.md",
+    "docs/federation.md",
+)
 
 
 def comparison(name: str) -> str:
@@ -193,6 +199,42 @@ def scale() -> str:
     return "\n".join([*lines, "", f"Ratio {ratio} {machine(record['environment'])}."])
 
 
+def federation() -> str:
+    record = result("federation")
+    lines = [
+        "| | seconds a round | bytes a round, channel | through the sockets | more |",
+        "|---|---|---|---|---|",
+    ]
+    for one in record["settings"]:
+        setting, numbers = one["setting"], one["summary"]
+        name = {"perfed-ckt": "PerFed-CKT", "fedavg": "FedAvg"}[setting["algorithm"]["name"]]
+        if name == "PerFed-CKT":
+            title = (
+                f"{name}, c={setting['algorithm']['clusters']}, {setting['public']} public samples"
+            )
+        else:
+            title = f"{name}, {'-'.join(map(str, setting['model']['hidden']))} hidden units"
+        title += ", TLS and node keys" if setting.get("tls") else ""
+        lines.append(
+            f"| {title} | {numbers['seconds']:.1f} | {numbers['channel_bytes']:,.0f} | "
+            f"{numbers['socket_bytes']:,.0f} | {100 * numbers['over_channel']:.1f} % |"
+        )
+    more = [
+        (one["summary"]["socket_bytes"] - one["summary"]["channel_bytes"]) / 3000
+        for one in record["settings"]
+    ]
+    idle = [sum(one["idle_bytes_per_second"].values()) / 3 for one in record["settings"]]
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"More, in kB per site and round: {', '.join(f'{kb:.0f}' for kb in more)}. "
+            f"A site that has nothing to do: {min(idle):.0f} to {max(idle):.0f} bytes a second "
+            f"{machine(record['environment'])}.",
+        ]
+    )
+
+
 def size_order(group: str) -> int:
     """All clients first, then by size: "1-9", "10-99", "1000+"."""
     return 0 if group == "all" else int(re.split("[-+]", group)[0])
@@ -213,6 +255,7 @@ BLOCKS = {
     "table1-time": table1_time,
     "bf16": bf16,
     "scale": scale,
+    "federation": federation,
 }
 
 

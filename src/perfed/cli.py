@@ -17,7 +17,7 @@ from rich.table import Table
 
 import perfed
 from perfed import bench as timing
-from perfed import cli_data
+from perfed import cli_data, cli_federation
 from perfed.config import (
     Comparison,
     Experiment,
@@ -53,6 +53,8 @@ app = typer.Typer(
 )
 
 app.add_typer(cli_data.app, name="data")
+app.add_typer(cli_federation.federation, name="federation")
+app.add_typer(cli_federation.site, name="site")
 
 FileArgument = Annotated[
     str | None,

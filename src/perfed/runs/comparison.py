@@ -13,15 +13,10 @@ from perfed.core.errors import Diverged, RunError
 from perfed.core.threads import cpu_threads
 from perfed.engines import Engine, Execution, Job
 from perfed.engines.execution import fitting_threads
+from perfed.runs.coordinator import Callback, Steps
 from perfed.runs.directory import LOCK, RunDirectory, default_path, make_directory
 from perfed.runs.result import Result
-from perfed.runs.simulation import (
-    AUTOMATIC,
-    Callback,
-    Simulation,
-    Steps,
-    in_recorded_precision,
-)
+from perfed.runs.simulation import AUTOMATIC, Simulation, in_recorded_precision
 
 FILE = "comparison.yaml"
 FAILED = "failed.json"

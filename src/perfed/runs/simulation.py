@@ -1,65 +1,50 @@
-"""The loop: config → data and models → algorithm ⇄ channel ⇄ engine → run directory."""
+"""Simulation: config → data and models → algorithm ⇄ channel ⇄ engine → run directory."""
 
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import numpy as np
 import torch
 
 from perfed.config import Comparison, Experiment, parse, read_mapping
 from perfed.core import tensorfile
-from perfed.core.algorithm import Algorithm, ClientInfo, Judged, Reply, Server
-from perfed.core.channel import Channel, Traffic
-from perfed.core.errors import ConfigError, Diverged, RunError
+from perfed.core.algorithm import Algorithm, ClientInfo, Judged, Server
+from perfed.core.channel import Channel
+from perfed.core.errors import ConfigError, RunError
 from perfed.core.message import Message
-from perfed.core.metrics import summarize
 from perfed.core.schema import plain
 from perfed.core.selection import select_clients
-from perfed.core.streams import torch_stream
 from perfed.core.threads import WRITERS, cpu_threads, in_threads
 from perfed.core.tree import Weights, flatten
 from perfed.data import build_federation
-from perfed.engines import ClientStore, Engine, Execution, Job, Population, evaluation, outcome
+from perfed.engines import (
+    ClientRecord,
+    ClientStore,
+    Engine,
+    Execution,
+    Population,
+    evaluation,
+    outcome,
+)
 from perfed.engines.execution import fitting_threads, largest_model
-from perfed.runs.checkpoint import Checkpoints, Progress
+from perfed.runs.coordinator import (
+    Callback,
+    Coordinator,
+    Steps,
+    check_finite,
+    difference,
+    drive,
+    summaries,
+)
 from perfed.runs.directory import RunDirectory, default_path, environment
-from perfed.runs.result import Result, headline
+from perfed.runs.result import Result
 
 AUTOMATIC = Execution()
-CHECKPOINT_SHARE = 0.05  # of a run's time, at most, is spent writing checkpoints
-T = TypeVar("T")
-Steps = Generator[list[Job], list[Any], T]
-"""A computation that hands out jobs, and goes on when it gets what they returned."""
-
-
-@dataclasses.dataclass(frozen=True)
-class RoundReport:
-    """What a callback learns after each round."""
-
-    experiment: Experiment
-    round: int
-    accuracy: float | None
-    """Mean test accuracy, where this round was evaluated."""
-    traffic: Traffic
-    seconds: float
-
-
-class Callback:
-    """Something to do as a run goes on; override what is needed."""
-
-    def on_start(self, experiment: Experiment, directory: Path, first_round: int) -> None: ...
-
-    def on_round(self, report: RoundReport) -> None: ...
-
-    def on_end(self, result: Result) -> None: ...
 
 
 def run(
@@ -101,8 +86,8 @@ def in_recorded_precision(directory: RunDirectory, how: Execution) -> Execution:
     return dataclasses.replace(how, precision=began)
 
 
-class Simulation:
-    """One experiment, from its first round to its last."""
+class Simulation(Coordinator):
+    """One experiment whose clients are all here, on an engine."""
 
     def __init__(
         self,
@@ -111,11 +96,8 @@ class Simulation:
         how: Execution = AUTOMATIC,
         engine: Engine | None = None,
     ) -> None:
-        self.experiment = experiment
-        self.algorithm: Algorithm = experiment.algorithm
-        self.callbacks = list(callbacks)
+        super().__init__(experiment, callbacks, how.torch_device(), how.checkpoint_seconds)
         self.how = how
-        self.device = how.torch_device()
         self.federation = build_federation(
             experiment.data,
             experiment.partition,
@@ -145,92 +127,32 @@ class Simulation:
             self.population, experiment.clients if everyone else experiment.clients_per_round
         )
         self._population = dict(Counter(self.population.architectures))
-        self.progress = Progress(trained=[0] * experiment.clients)
-        self.changed: set[int] = set()
-        self.seconds: dict[str, float] = {}
-
-    def steps(self, directory: RunDirectory) -> Steps[Result]:
-        """The whole run in a locked directory, from its start or from its newest checkpoint."""
-        directory.remove_leftovers()
-        if not (directory.path / "config.yaml").is_file():
-            directory.write_yaml("config.yaml", self.experiment.to_mapping())
-        if not (directory.path / "partition.json").is_file():  # a new run, or killed before it was
-            self._write_origin(directory)
-        elif directory.read_json("partition.json") != self._partition_record():
-            raise RunError(
-                f"{directory.path}: the data now gives another partition than the recorded "
-                "one; the dataset or the version of perfed has changed"
-            )
-        checkpoints = Checkpoints(directory)
-        saved = checkpoints.load(self.device)
-        if saved is not None:
-            self.progress, records = saved
-            self.population.commit(records)
-        directory.cut_logs(self.progress.log_sizes)
-        return (yield from self._run(directory, checkpoints))
+        self.records = self.population.records
 
     def finish_in(self, directory: RunDirectory) -> Result:
         """Run to the end."""
         with directory.locked(), cpu_threads(fitting_threads(self.population)):
             return drive(self.steps(directory), self.engine)
 
-    def _write_origin(self, directory: RunDirectory) -> None:
-        how = {"engine": self.engine.name, "precision": self.engine.precision.name}
-        directory.write_json("environment.json", environment(self.device) | how)
-        directory.write_json("partition.json", self._partition_record())
-
-    def _run(self, directory: RunDirectory, checkpoints: Checkpoints) -> Steps[Result]:
-        progress, experiment = self.progress, self.experiment
-        self.population.records.folder = directory.path
-        channel = Channel(progress.traffic)
-        for callback in self.callbacks:
-            callback.on_start(experiment, directory.path, progress.next_round)
-        if progress.next_round == 0 and (opening := (yield from self._opening(channel))):
-            directory.append("rounds.jsonl", opening)
-        last_saved, wait = time.monotonic(), self.how.checkpoint_seconds
-        for round in range(progress.next_round, experiment.rounds):
-            began = time.monotonic()
-            self.seconds = {}
-            clients, traffic = yield from self._round(round, channel)
-            evaluation = yield from self._evaluate_if_due(round, directory)
-            directory.append(
-                "rounds.jsonl",
-                {
-                    "round": round,
-                    "clients": clients,
-                    "learning_rate": experiment.training.learning_rate_at(round),
-                    "client_state": self._client_scalars(clients),
-                    "traffic": traffic,
-                    "traffic_total": vars(channel.total),
-                    **({"evaluation": evaluation} if evaluation else {}),
-                },
+    def _open(self, directory: RunDirectory) -> None:
+        if not (directory.path / "partition.json").is_file():  # a new run, or killed before it was
+            how = {"engine": self.engine.name, "precision": self.engine.precision.name}
+            directory.write_json("environment.json", environment(self.device) | how)
+            directory.write_json("partition.json", self._partition_record())
+        elif directory.read_json("partition.json") != self._partition_record():
+            raise RunError(
+                f"{directory.path}: the data now gives another partition than the recorded "
+                "one; the dataset or the version of perfed has changed"
             )
-            directory.append("timing.jsonl", {"round": round, **self.seconds})
-            progress.next_round = round + 1
-            progress.log_sizes = directory.log_sizes()
-            if time.monotonic() - last_saved >= wait:
-                began_saving = time.monotonic()
-                checkpoints.save(progress, self.population.records, self.changed)
-                self.changed.clear()
-                last_saved = time.monotonic()
-                if self.how.checkpoint_seconds:  # large models are written less often
-                    wait = max(wait, (last_saved - began_saving) / CHECKPOINT_SHARE)
-            accuracy = headline(evaluation)["test_accuracy"] if evaluation else None
-            seconds = time.monotonic() - began
-            for callback in self.callbacks:
-                callback.on_round(RoundReport(experiment, round, accuracy, channel.total, seconds))
-        return (yield from self._finish(directory, checkpoints))
+        self.population.records.folder = directory.path
 
-    def _finish(self, directory: RunDirectory, checkpoints: Checkpoints) -> Steps[Result]:
+    def _restore(self, records: Mapping[int, ClientRecord]) -> None:
+        self.population.commit(records)
+
+    def _close(self, directory: RunDirectory) -> Steps[None]:
         if self.how.save_models:
             yield from self._save_models(directory)
         self.population.records.close()
-        result = Result(directory.path)
-        directory.write_json("summary.json", result.summarize())
-        checkpoints.remove()  # nothing is left to resume
-        for callback in self.callbacks:
-            callback.on_end(result)
-        return result
 
     def begin(self, channel: Channel) -> dict[str, Any] | None:
         """The server's first state; where the method has an initial set S(−1), what it sent."""
@@ -258,13 +180,8 @@ class Simulation:
     def _round(self, round: int, channel: Channel) -> Steps[tuple[list[int], dict[str, int]]]:
         before = dataclasses.replace(channel.total)
         clients = self._everyone() if self.algorithm.trains_everyone() else self._select(round)
-        server = self._server(round)
         with self._timed("broadcast"):
-            messages = {
-                client: self.algorithm.broadcast(server, self.progress.state, self._info(client))
-                for client in clients
-            }
-            messages = dict(channel.down(messages))
+            messages = dict(channel.down(self._broadcast(round, clients)))
         with self._timed("clients"):
             jobs = self.population.jobs(self.algorithm.client_round, messages, round)
             replies, records = outcome(jobs, (yield jobs))
@@ -274,53 +191,30 @@ class Simulation:
         }
         for client, reply in replies.items():
             made.setdefault(f"client {client}", []).extend(reply.arrays.items())
-        _check_finite(round, made)
+        check_finite(round, made)
         with self._timed("merge"):
             self._merge(round, channel.up(replies))
-        _check_finite(round, {"the server": [*flatten(self.progress.state).items()]})
+        check_finite(round, {"the server": [*flatten(self.progress.state).items()]})
         self.population.commit(records)
         self.changed.update(records)
         for client in clients:
             self.progress.trained[client] += 1
-        after = vars(channel.total)
-        return clients, {name: after[name] - earlier for name, earlier in vars(before).items()}
+        return clients, difference(channel.total, before)
 
-    def _merge(self, round: int, replies: Mapping[int, Message]) -> None:
-        if not replies:  # nobody answered: the server knows what it knew
-            return
-        ordered = [Reply(self._info(client), replies[client]) for client in sorted(replies)]
-        server = self._server(round)
-        with torch_stream(self.experiment.seed, "server-module", round=round):
-            self.progress.state = self.algorithm.merge(server, self.progress.state, ordered)
-
-    def _evaluate_if_due(self, round: int, directory: RunDirectory) -> Steps[dict[str, Any]]:
-        """Every client's numbers to the directory, and their summary by model kind."""
-        done = round + 1
-        if done % self.experiment.evaluate_every and done != self.experiment.rounds:
-            return {}
+    def _evaluate(self, round: int, directory: RunDirectory) -> Steps[dict[str, Any]]:
         with self._timed("evaluate"):
             messages = self._evaluation_messages(round)
             columns = evaluation((yield self.population.evaluation_jobs(messages, round)))
         for column in columns.values():
             numbers = [(name, torch.tensor(values)) for name, values in column.items()]
-            _check_finite(round, {"an evaluation": numbers})
+            check_finite(round, {"an evaluation": numbers})
         lists = {
             kind: {name: values.tolist() for name, values in column.items()}
             for kind, column in columns.items()
         }
         directory.append("clients.jsonl", {"round": round, **lists})
-        drawn = np.array(self.progress.trained) > 0
         sizes = self.federation.train_sizes, self.federation.test_sizes
-        return {kind: summarize(column, *sizes, drawn) for kind, column in columns.items()}
-
-    def _evaluation_messages(self, round: int) -> dict[int, Message]:
-        server = self._server(round)
-        return {
-            client: self.algorithm.evaluation_message(
-                server, self.progress.state, self._info(client)
-            )
-            for client in self._everyone()
-        }
+        return summaries(columns, *sizes, self.progress.trained)
 
     def _save_models(self, directory: RunDirectory) -> Steps[None]:
         """Every client's final model; what several clients share is written once."""
@@ -360,8 +254,8 @@ class Simulation:
             },
         )
 
-    def _client_scalars(self, clients: list[int]) -> dict[str, list[float | None]]:
-        """Small facts that clients keep (their cluster, say), in the order of ``clients``."""
+    def _facts(self, clients: list[int]) -> dict[str, Any]:
+        """Small things that clients keep (their cluster, say), in the order of ``clients``."""
         states = [
             self.population.records[client].state if client in self.population.records else {}
             for client in clients
@@ -372,10 +266,11 @@ class Simulation:
             for name, value in state.items()
             if isinstance(value, torch.Tensor) and value.ndim == 0
         }
-        return {
+        scalars = {
             name: [state[name].item() if name in state else None for state in states]
             for name in sorted(names)
         }
+        return {"client_state": scalars}
 
     def _partition_record(self) -> dict[str, Any]:
         record = self.federation.record()
@@ -398,9 +293,6 @@ class Simulation:
     def _info(self, client: int) -> ClientInfo:
         return ClientInfo(client, self.population.architectures[client])
 
-    def _everyone(self) -> list[int]:
-        return list(range(self.experiment.clients))
-
     def _select(self, round: int) -> list[int]:
         return select_clients(
             self.federation.train_sizes,
@@ -409,12 +301,6 @@ class Simulation:
             self.experiment.seed,
             round,
         )
-
-    @contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        self.seconds[phase] = time.perf_counter() - began
 
 
 def _encoded(named: tuple[str, str, Judged]) -> tuple[str, str, bytes, bytes]:
@@ -429,33 +315,3 @@ def _encoded(named: tuple[str, str, Judged]) -> tuple[str, str, bytes, bytes]:
 def _write_all(files: list[tuple[Path, bytes]]) -> None:
     list(in_threads(lambda file: tensorfile.write_atomically(*file), files))
     files.clear()
-
-
-def drive(steps: Steps[T], engine: Engine) -> T:
-    """Carry one computation to its end."""
-    results: Any = None
-    while True:
-        try:
-            jobs = steps.send(results)
-        except StopIteration as end:
-            value: T = end.value
-            return value
-        results = engine.perform(jobs)
-
-
-def _check_finite(round: int, tensors: Mapping[str, Sequence[tuple[str, torch.Tensor]]]) -> None:
-    """``tensors`` by their owner; a device is waited for once."""
-    pieces: dict[torch.device, list[torch.Tensor]] = {}
-    for owned in tensors.values():
-        for _, tensor in owned:
-            if tensor.is_floating_point():
-                pieces.setdefault(tensor.device, []).append(tensor.reshape(-1))
-    if all(bool(torch.cat(flat).isfinite().all()) for flat in pieces.values()):
-        return
-    for owner, owned in tensors.items():
-        for name, tensor in owned:
-            if not torch.isfinite(tensor).all():
-                raise Diverged(
-                    f"round {round}: '{name}' of {owner} is not finite; "
-                    "a smaller training.learning_rate may help"
-                )

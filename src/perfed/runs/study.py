@@ -21,9 +21,10 @@ from perfed.core.errors import ConfigError, RunError
 from perfed.core.tensorfile import write_atomically
 from perfed.engines import Execution
 from perfed.runs.comparison import FAILED, run_together
+from perfed.runs.coordinator import Callback
 from perfed.runs.directory import RunDirectory
 from perfed.runs.result import Result
-from perfed.runs.simulation import AUTOMATIC, Callback, in_recorded_precision
+from perfed.runs.simulation import AUTOMATIC, in_recorded_precision
 
 Record = dict[str, Any]
 
