@@ -229,5 +229,4 @@ BLOCKS = {
     "when-partition": lambda: when("digits", lambda row: row["weight"] == 1 and not row["change"]),
     "when-weight": when_weight,
     "when-change": lambda: when("digits", lambda row: bool(row["change"])),
-    "when-cifar": lambda: when("cifar", lambda row: True),
 }
