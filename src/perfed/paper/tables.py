@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from perfed.config import Comparison, Experiment, apply_override, parse, read_mapping
 from perfed.core.errors import ConfigError
 from perfed.core.metrics import SIZE_GROUPS, size_group_name
+from perfed.paper.costs import three_digits
 from perfed.paper.published import FRACTIONS, TABLE_1, TABLE_2, WEIGHT, Row
 from perfed.report.layout import Table
 from perfed.report.tables import spread
@@ -245,7 +246,7 @@ def _accuracy_table(plan: Plan, fraction: float, here: Sequence[Finding]) -> Tab
                 spread(best),
                 "–" if paper is None else f"{paper[0]:.1f} ± {paper[1]:.1f}",
                 "–" if paper is None else f"{100 * statistics.mean(best) - paper[0]:+.1f}",
-                f"{cost:.3g}" if cost else "–",
+                f"{three_digits(cost):g}" if cost else "–",
                 "–" if published_cost is None else f"{published_cost:g}",
             ]
         )
