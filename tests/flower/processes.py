@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 BIN = Path(sys.executable).parent
-PATIENCE = 120.0  # seconds; a busy machine is slow, not wrong
+PATIENCE = 300.0  # seconds; a busy machine is slow, not wrong
 
 
 def free_port() -> int:

@@ -116,6 +116,23 @@ def test_who_does_not_answer_is_left_out_and_comes_back(tmp_path: Path) -> None:
     assert [task.header.kind for task in rejoined].count(JOIN) == 2
 
 
+def test_nobody_waits_for_a_site_that_was_started_anew(tmp_path: Path) -> None:
+    """It is there again under another node's number: what the old one was asked is lost."""
+    folder = write_federation(tmp_path / "federation", options={"deadline": 3600}, rounds=2)
+    through = desk(folder)
+
+    def fate(node: int, task: Envelope) -> str | None:
+        if (node, task.header.round) == (12, 0):
+            through.sites[13] = through.sites[12]
+        return "dead" if node == 12 and 13 in through.sites else None
+
+    through.fate = fate
+    result = run(folder, through)
+    line, last = lines(result.path, "rounds.jsonl")[1:]
+    assert (line["clients"], line["absent"]) == ([0, 1], {"2": "was started anew"})
+    assert last["clients"] == [0, 1, 2]
+
+
 def test_a_site_that_fails_is_left_out_with_its_reason(tmp_path: Path) -> None:
     folder = write_federation(tmp_path / "federation", options={"deadline": 30})
 

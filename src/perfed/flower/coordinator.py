@@ -140,6 +140,10 @@ class Membership:
     def node(self, client: int) -> int:
         return self._node_of[client]
 
+    def has_moved(self, client: int, node: int) -> bool:
+        """Whether a client has come back as another node: what the old one was asked is lost."""
+        return self._node_of.get(client, node) != node
+
     def leave_out(self, client: int, node: int) -> None:
         """Until it has answered an invitation, which goes out at once; unless it has come back as
         another node meanwhile."""
@@ -242,6 +246,10 @@ class FederatedRun(Coordinator):
                     self._leave_out(client, nodes[client], late)
                 break
             self.membership.look()
+            for name, client in list(waiting.items()):
+                if self.membership.has_moved(client, nodes[client]):
+                    del waiting[name]
+                    self._leave_out(client, nodes[client], "was started anew")
             time.sleep(self.options.poll)
         return [answers.get(task.client) for task in jobs]
 
