@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from perfed.algorithms.perfed_ckt import PerFedCKT
 from perfed.config import Comparison, Experiment, load
 from perfed.core.algorithm import Client
 from perfed.core.channel import Channel
@@ -50,6 +51,14 @@ class Contender:
     precision: str
     steps: int
     """How many steps are timed at once."""
+
+
+class OnlyTraining(PerFedCKT):
+    """The training of a round of PerFed-CKT, with the teacher that comes, and nothing kept."""
+
+    def client_round(self, client: Client, message: Message) -> Message:
+        client.sgd(client.weights, self.objective, message["teacher"])
+        return Message()
 
 
 def bench(device: str = "auto") -> dict[str, Any]:
@@ -106,13 +115,11 @@ def compare_engines(
                 "device": str(device),
             },
         )
-        simulation = Simulation(replace(experiment, training=training), how=how)
-        with cpu_threads(fitting_threads(simulation.population)):
-            row = time_training(simulation, contender.steps)
-            if device.type == "cpu":
-                row |= time_round(simulation)
+        work = replace(experiment, training=training)
+        row = measured(replace(work, algorithm=OnlyTraining(clusters=1)), how, time_training)
+        if device.type == "cpu":
+            row |= measured(work, how, time_round)
         rows.append({"engine": contender.engine, "precision": contender.precision, **row})
-        del simulation
     # Against the fastest way of running clients one after another.
     sequential = min(row["step_ms"] for row in rows if row["engine"] == "sequential")
     for row in rows:
@@ -122,24 +129,34 @@ def compare_engines(
     return rows
 
 
-def time_training(simulation: Simulation, steps: int) -> dict[str, Any]:
-    """One SGD step of all clients of a round, and nothing else."""
+def measured(
+    experiment: Experiment, how: Execution, measure: Callable[[Simulation], dict[str, Any]]
+) -> dict[str, Any]:
+    simulation = Simulation(experiment, how=how)
+    try:
+        with cpu_threads(fitting_threads(simulation.population)):
+            return measure(simulation)
+    finally:
+        simulation.engine.close()
+
+
+def time_training(simulation: Simulation) -> dict[str, Any]:
+    """One SGD step of all clients of a round, and nothing else; the algorithm is OnlyTraining."""
     population, experiment = simulation.population, simulation.experiment
     teacher = torch.full((len(population.public_x), population.classes), 1 / population.classes)
-    teacher = teacher.to(population.device)
+    message = Message(teacher=teacher.to(population.device))
     clients = simulation._select(0)
 
-    def train(client: Client, message: Message) -> None:
-        client.sgd(client.weights, simulation.algorithm.objective, teacher)  # type: ignore[attr-defined]
-
     def work() -> None:
-        population.run(train, {client: Message() for client in clients}, 0)
+        simulation.engine.call(
+            [population.call("client_round", dict.fromkeys(clients, message), 0)]
+        )
 
     warm_up, seconds = timed(work, population.device)
     training = experiment.training
     samples = len(clients) * (training.batch_size + training.public_batch_size)
     flops = sum(flops_of_step(simulation, client) for client in clients)
-    step = seconds / steps
+    step = seconds / training.steps
     return {
         "clients": len(clients),
         "step_ms": 1e3 * step,

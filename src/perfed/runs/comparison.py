@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from perfed.config import Comparison, Experiment, parse, read_mapping
 from perfed.core.errors import Diverged, RunError
 from perfed.core.threads import cpu_threads
-from perfed.engines import Engine, Execution, Job
+from perfed.engines import Call, Engine, Execution
 from perfed.engines.execution import fitting_threads
 from perfed.runs.directory import LOCK, RunDirectory, default_path, make_directory
 from perfed.runs.result import Result
@@ -151,32 +151,26 @@ def run_together(
             if not (folder / "config.yaml").is_file():
                 _remove_unstarted(folder)
             simulation = Simulation(experiment, callbacks, how, engine)
-            engine = simulation.engine
+            if engine is None:
+                engine = simulation.engine
+                locks.callback(engine.close)
             runs[folder] = simulation.steps(opened)
             locks.enter_context(cpu_threads(fitting_threads(simulation.population)))
-        waiting: dict[Path, list[Job]] = {}
-        results: dict[Path, list[Any] | None] = dict.fromkeys(runs)
+        waiting: dict[Path, Call] = {}
+        results: dict[Path, Any] = dict.fromkeys(runs)
         while runs:
             for folder, steps in list(runs.items()):
                 try:
-                    waiting[folder] = steps.send(results[folder])  # type: ignore[arg-type]
+                    waiting[folder] = steps.send(results[folder])
                 except StopIteration:
                     del runs[folder]
                 except Diverged as error:
                     diverged[folder] = error
                     del runs[folder]
             if engine is not None:
-                results = dict(_perform_all(engine, {f: waiting[f] for f in runs}))
+                calls = [waiting[folder] for folder in runs]
+                results = dict(zip(runs, engine.call(calls), strict=True))
     return diverged
-
-
-def _perform_all(
-    engine: Engine, waiting: Mapping[Path, list[Job]]
-) -> Iterator[tuple[Path, list[Any]]]:
-    """The jobs of all runs as one, and each run's share of what they returned."""
-    returned = iter(engine.perform([job for jobs in waiting.values() for job in jobs]))
-    for folder, jobs in waiting.items():
-        yield folder, [next(returned) for _ in jobs]
 
 
 def _remove_unstarted(folder: Path) -> None:

@@ -25,19 +25,20 @@ from perfed.core.schema import plain
 from perfed.core.selection import select_clients
 from perfed.core.streams import torch_stream
 from perfed.core.threads import WRITERS, cpu_threads, in_threads
-from perfed.core.tree import Weights, flatten
+from perfed.core.tree import Weights, find_not_finite, flatten
 from perfed.data import build_federation
-from perfed.engines import ClientStore, Engine, Execution, Job, Population, evaluation, outcome
+from perfed.engines import Call, ClientStore, Engine, Execution, Outcome, Population
 from perfed.engines.execution import fitting_threads, largest_model
 from perfed.runs.checkpoint import Checkpoints, Progress
 from perfed.runs.directory import RunDirectory, default_path, environment
 from perfed.runs.result import Result, headline
 
 AUTOMATIC = Execution()
+MODELS_AT_ONCE = 64  # are in memory while the final ones are written
 CHECKPOINT_SHARE = 0.05  # of a run's time, at most, is spent writing checkpoints
 T = TypeVar("T")
-Steps = Generator[list[Job], list[Any], T]
-"""A computation that hands out jobs, and goes on when it gets what they returned."""
+Steps = Generator[Call, Any, T]
+"""A computation that hands out calls to clients, and goes on when it gets what they gave."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,6 +149,7 @@ class Simulation:
         self.progress = Progress(trained=[0] * experiment.clients)
         self.changed: set[int] = set()
         self.seconds: dict[str, float] = {}
+        self.client_facts: list[Mapping[str, float]] = []
 
     def steps(self, directory: RunDirectory) -> Steps[Result]:
         """The whole run in a locked directory, from its start or from its newest checkpoint."""
@@ -165,18 +167,20 @@ class Simulation:
         saved = checkpoints.load(self.device)
         if saved is not None:
             self.progress, records = saved
-            self.population.commit(records)
+            self.population.records.update(records)
         directory.cut_logs(self.progress.log_sizes)
         return (yield from self._run(directory, checkpoints))
 
     def finish_in(self, directory: RunDirectory) -> Result:
         """Run to the end."""
         with directory.locked(), cpu_threads(fitting_threads(self.population)):
-            return drive(self.steps(directory), self.engine)
+            try:
+                return drive(self.steps(directory), self.engine)
+            finally:
+                self.engine.close()
 
     def _write_origin(self, directory: RunDirectory) -> None:
-        how = {"engine": self.engine.name, "precision": self.engine.precision.name}
-        directory.write_json("environment.json", environment(self.device) | how)
+        directory.write_json("environment.json", environment(self.device) | self.engine.facts())
         directory.write_json("partition.json", self._partition_record())
 
     def _run(self, directory: RunDirectory, checkpoints: Checkpoints) -> Steps[Result]:
@@ -199,7 +203,7 @@ class Simulation:
                     "round": round,
                     "clients": clients,
                     "learning_rate": experiment.training.learning_rate_at(round),
-                    "client_state": self._client_scalars(clients),
+                    "client_state": _columns(self.client_facts),
                     "traffic": traffic,
                     "traffic_total": vars(channel.total),
                     **({"evaluation": evaluation} if evaluation else {}),
@@ -210,6 +214,7 @@ class Simulation:
             progress.log_sizes = directory.log_sizes()
             if time.monotonic() - last_saved >= wait:
                 began_saving = time.monotonic()
+                self.engine.collect(self.population)
                 checkpoints.save(progress, self.population.records, self.changed)
                 self.changed.clear()
                 last_saved = time.monotonic()
@@ -244,13 +249,9 @@ class Simulation:
         if type(self.algorithm).first_message is Algorithm.first_message:
             return None
         clients = self._select(-1)
-        jobs = self.population.jobs(
-            lambda client, message: self.algorithm.first_message(client),
-            {client: Message() for client in clients},
-            -1,
-        )
-        replies, _ = outcome(jobs, (yield jobs))
-        self._merge(-1, channel.up(replies))
+        nothing = {client: Message() for client in clients}
+        outcomes = yield self.population.call("first_message", nothing, -1)
+        self._merge(-1, channel.up(_replies(outcomes)))
         traffic = vars(channel.total).copy()
         return {"round": -1, "clients": clients, "traffic": traffic, "traffic_total": traffic}
 
@@ -265,20 +266,17 @@ class Simulation:
             }
             messages = dict(channel.down(messages))
         with self._timed("clients"):
-            jobs = self.population.jobs(self.algorithm.client_round, messages, round)
-            replies, records = outcome(jobs, (yield jobs))
-        made = {
-            f"client {client}": [*record.weights.params.items()]
-            for client, record in records.items()
-        }
-        for client, reply in replies.items():
-            made.setdefault(f"client {client}", []).extend(reply.arrays.items())
-        _check_finite(round, made)
+            outcomes: Mapping[int, Outcome]
+            outcomes = yield self.population.call("client_round", messages, round)
+        for client, outcome in outcomes.items():
+            if outcome.fault is not None:
+                raise _diverged(round, outcome.fault, f"client {client}")
         with self._timed("merge"):
-            self._merge(round, channel.up(replies))
+            self._merge(round, channel.up(_replies(outcomes)))
         _check_finite(round, {"the server": [*flatten(self.progress.state).items()]})
-        self.population.commit(records)
-        self.changed.update(records)
+        self.engine.commit(self.population)
+        self.changed.update(client for client, outcome in outcomes.items() if outcome.changed)
+        self.client_facts = [outcome.facts for outcome in outcomes.values()]
         for client in clients:
             self.progress.trained[client] += 1
         after = vars(channel.total)
@@ -299,7 +297,7 @@ class Simulation:
             return {}
         with self._timed("evaluate"):
             messages = self._evaluation_messages(round)
-            columns = evaluation((yield self.population.evaluation_jobs(messages, round)))
+            columns = yield self.population.call("judge", messages, round)
         for column in columns.values():
             numbers = [(name, torch.tensor(values)) for name, values in column.items()]
             _check_finite(round, {"an evaluation": numbers})
@@ -326,22 +324,20 @@ class Simulation:
         folder = directory.path / "models"
         folder.mkdir(exist_ok=True)
         last = self.experiment.rounds - 1
-        jobs = self.population.model_jobs(self._evaluation_messages(last), last)
-        named = (
-            (str(client), kind, model)
-            for client, models in enumerate((yield jobs))
-            for kind, model in models.items()
-        )
         written: dict[bytes, str] = {}
         index: dict[str, dict[str, str]] = {}
         new: list[tuple[Path, bytes]] = []
-        for client, kind, content, digest in in_threads(_encoded, named):
-            if digest not in written:
-                written[digest] = f"{kind}-{int(client):04d}.safetensors"
-                new.append((folder / written[digest], content))
-            index.setdefault(client, {})[kind] = written[digest]
-            if len(new) >= WRITERS:
-                _write_all(new)
+        messages = list(self._evaluation_messages(last).items())
+        for start in range(0, len(messages), MODELS_AT_ONCE):
+            few = dict(messages[start : start + MODELS_AT_ONCE])
+            made = yield self.population.call("models", few, last)
+            for client, kind, content, digest in in_threads(_encoded, _named(made)):
+                if digest not in written:
+                    written[digest] = f"{kind}-{int(client):04d}.safetensors"
+                    new.append((folder / written[digest], content))
+                index.setdefault(client, {})[kind] = written[digest]
+                if len(new) >= WRITERS:
+                    _write_all(new)
         _write_all(new)
         directory.write_json(
             "models/index.json",
@@ -358,23 +354,6 @@ class Simulation:
                 ],
             },
         )
-
-    def _client_scalars(self, clients: list[int]) -> dict[str, list[float | None]]:
-        """Small facts that clients keep (their cluster, say), in the order of ``clients``."""
-        states = [
-            self.population.records[client].state if client in self.population.records else {}
-            for client in clients
-        ]
-        names = {
-            name
-            for state in states
-            for name, value in state.items()
-            if isinstance(value, torch.Tensor) and value.ndim == 0
-        }
-        return {
-            name: [state[name].item() if name in state else None for state in states]
-            for name in sorted(names)
-        }
 
     def _partition_record(self) -> dict[str, Any]:
         record = self.federation.record()
@@ -416,6 +395,12 @@ class Simulation:
         self.seconds[phase] = time.perf_counter() - began
 
 
+def _named(models: Mapping[int, Mapping[str, Judged]]) -> Iterator[tuple[str, str, Judged]]:
+    for client, by_kind in models.items():
+        for kind, model in by_kind.items():
+            yield str(client), kind, model
+
+
 def _encoded(named: tuple[str, str, Judged]) -> tuple[str, str, bytes, bytes]:
     client, kind, model = named
     if isinstance(model, Weights):
@@ -435,26 +420,34 @@ def drive(steps: Steps[T], engine: Engine) -> T:
     results: Any = None
     while True:
         try:
-            jobs = steps.send(results)
+            call = steps.send(results)
         except StopIteration as end:
             value: T = end.value
             return value
-        results = engine.perform(jobs)
+        (results,) = engine.call([call])
 
 
 def _check_finite(round: int, tensors: Mapping[str, Sequence[tuple[str, torch.Tensor]]]) -> None:
-    """``tensors`` by their owner; a device is waited for once."""
-    pieces: dict[torch.device, list[torch.Tensor]] = {}
-    for owned in tensors.values():
-        for _, tensor in owned:
-            if tensor.is_floating_point():
-                pieces.setdefault(tensor.device, []).append(tensor.reshape(-1))
-    if all(bool(torch.cat(flat).isfinite().all()) for flat in pieces.values()):
-        return
-    for owner, owned in tensors.items():
-        for name, tensor in owned:
-            if not torch.isfinite(tensor).all():
-                raise Diverged(
-                    f"round {round}: '{name}' of {owner} is not finite; "
-                    "a smaller training.learning_rate may help"
-                )
+    """``tensors`` by their owner."""
+    broken = find_not_finite(tensors)
+    if broken is not None:
+        raise _diverged(round, broken[1], broken[0])
+
+
+def _diverged(round: int, name: str, owner: str) -> Diverged:
+    return Diverged(
+        f"round {round}: '{name}' of {owner} is not finite; "
+        "a smaller training.learning_rate may help"
+    )
+
+
+def _replies(outcomes: Mapping[int, Outcome]) -> dict[int, Message]:
+    return {
+        client: outcome.reply for client, outcome in outcomes.items() if outcome.reply is not None
+    }
+
+
+def _columns(facts: Sequence[Mapping[str, float]]) -> dict[str, list[float | None]]:
+    """Clients' numbers by name, in the order of clients."""
+    names = sorted({name for one in facts for name in one})
+    return {name: [one.get(name) for one in facts] for name in names}
