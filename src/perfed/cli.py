@@ -59,7 +59,16 @@ OutOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the final summary as JSON only.")]
 EngineOption = Annotated[
     str,
-    typer.Option("--engine", help="sequential (one client after another), stacked (all as one)"),
+    typer.Option(
+        "--engine",
+        help="sequential (one client after another), stacked (all as one), ray (so, on workers)",
+    ),
+]
+WorkersOption = Annotated[
+    int,
+    typer.Option(
+        "--workers", metavar="N", help="With --engine ray; 0: one for each GPU, or else core."
+    ),
 ]
 DeviceOption = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, …")]
 PrecisionOption = Annotated[
@@ -84,13 +93,14 @@ def run(
     ] = None,
     as_json: JsonOption = False,
     engine: EngineOption = "auto",
+    workers: WorkersOption = 0,
     device: DeviceOption = "auto",
     precision: PrecisionOption = "auto",
     store_limit: StoreOption = None,
     checkpoint_seconds: CheckpointOption = 10.0,
 ) -> None:
     """Run an experiment; without a FILE, the embedded example (a minute on a laptop)."""
-    how = _execution(engine, device, precision, store_limit, checkpoint_seconds)
+    how = _execution(engine, workers, device, precision, store_limit, checkpoint_seconds)
     if resume is not None:
         if file or set_ or out:
             raise ConfigError("takes no FILE, --set or --out: the run has its own", "--resume")
@@ -118,6 +128,7 @@ def compare(
         typer.Option("--side-by-side", help="All seeds of an algorithm at once, as one stack."),
     ] = False,
     engine: EngineOption = "auto",
+    workers: WorkersOption = 0,
     device: DeviceOption = "auto",
     precision: PrecisionOption = "auto",
     store_limit: StoreOption = None,
@@ -135,7 +146,7 @@ def compare(
         values["seeds"] = _parse_seeds(seeds)
     values.setdefault("algorithms", ["perfed-ckt"])
     what = parse(values)
-    how = _execution(engine, device, precision, store_limit, checkpoint_seconds)
+    how = _execution(engine, workers, device, precision, store_limit, checkpoint_seconds)
     _execute(what, _target(what, out), as_json, how, side_by_side)
 
 
@@ -238,6 +249,7 @@ def _target(what: Experiment | Comparison, out: Path | None) -> Path:
 
 def _execution(
     engine: str,
+    workers: int,
     device: str,
     precision: str,
     store_limit: float | None,
@@ -245,6 +257,7 @@ def _execution(
 ) -> Execution:
     values = {
         "engine": engine,
+        "workers": workers,
         "device": device,
         "precision": precision,
         "store_limit": float("inf") if store_limit is None else store_limit,

@@ -7,7 +7,7 @@ nested dictionaries whose leaves are tensors, and in which a model's tensors are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -27,6 +27,11 @@ class Weights(NamedTuple):
 
     def clone(self) -> Weights:
         return Weights(*({name: t.detach().clone() for name, t in part.items()} for part in self))
+
+
+def identity(tensor: Tensor) -> Hashable:
+    """Equal for the same view of the same memory: one thing, however many hold it."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def squared_distance(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> Tensor:

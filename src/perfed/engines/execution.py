@@ -22,9 +22,12 @@ SMALL_MODEL = 1_000_000  # parameters
 class Execution(Options):
     """Where and how clients execute."""
 
-    engine: Literal["auto", "sequential", "stacked"] = option(
-        "auto", "one client after another, or all clients of one architecture as one"
+    engine: Literal["auto", "sequential", "stacked", "ray"] = option(
+        "auto",
+        "one client after another, all clients of one architecture as one, or so on each of "
+        "several workers",
     )
+    workers: int = option(0, "with engine ray; 0: one for each GPU, or else for each core", ge=0)
     device: str = option("auto", "cpu, cuda, cuda:1, …; a GPU where there is one")
     precision: Literal["auto", "float32", "tf32", "bf16"] = option(
         "auto", "in which numbers networks compute; float32, or what a resumed run began with"
@@ -33,6 +36,10 @@ class Execution(Options):
         float("inf"), "MiB of client models kept in memory; the rest waits on disk", ge=0
     )
     checkpoint_seconds: float = option(10.0, "a checkpoint at most every so many seconds", ge=0)
+
+    def validate(self) -> None:
+        if self.workers and self.engine != "ray":
+            raise ConfigError("only the engine ray has workers", "workers")
 
     def torch_device(self) -> torch.device:
         name = self.device
@@ -52,6 +59,10 @@ class Execution(Options):
     def build_engine(self, largest_model: int) -> Engine:
         """The engine asked for; of itself, the one that was faster in ``benchmarks/``."""
         precision = PRECISIONS["float32" if self.precision == "auto" else self.precision]
+        if self.engine == "ray":
+            from perfed.engines.ray import RayEngine
+
+            return RayEngine(precision, self.device, self.workers)
         device, name = self.torch_device(), self.engine
         if precision.name == "tf32" and device.type != "cuda":
             raise ConfigError("tf32 is a GPU's; a CPU has float32 and bf16", "--precision")

@@ -1,0 +1,136 @@
+"""Ray: started where there is none, quiet, and gone when the last run is over.
+
+Nothing else here imports it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from perfed.core.errors import ConfigError, RunError
+from perfed.engines.ray.bank import Bank
+
+PATIENCE = 30.0  # seconds until one is told that workers are waited for
+FAREWELL = 2.0  # seconds for a worker to tidy up
+
+log = logging.getLogger("perfed")
+_current: Session | None = None
+
+
+class WorkerDied(Exception):
+    """A worker has gone before it answered."""
+
+
+@contextmanager
+def session() -> Iterator[Session]:
+    """Ray, started if it is not running; workers that one run leaves are there for the next.
+
+    The outermost of several sessions, one in another, starts and stops.
+    """
+    global _current
+    if _current is not None:
+        yield _current
+        return
+    _current = Session()
+    try:
+        yield _current
+    finally:
+        _current.close()
+        _current = None
+
+
+class Session:
+    def __init__(self) -> None:
+        self._ray = import_ray()
+        self._idle: dict[float, list[Any]] = {}
+        self._ours = not self._ray.is_initialized()
+        address = os.environ.get("RAY_ADDRESS") or "local"
+        self.shared = not self._ours or address != "local"
+        if not self._ours:
+            return
+        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+        if not self.shared:
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+            quiet["include_dashboard"] = False
+        try:
+            self._ray.init(address, **quiet)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise RunError(f"no Ray at RAY_ADDRESS={address}: {reason}") from None
+
+    def count(self, what: str) -> int:
+        """How many ``GPU`` or ``CPU`` there are."""
+        return int(self._ray.cluster_resources().get(what, 0))
+
+    def take(self, gpus: float) -> Any:
+        """A worker of one core, or of so much of a GPU."""
+        idle = self._idle.setdefault(gpus, [])
+        if idle:
+            return idle.pop()
+        # On a Ray of our own, who asks for more workers than cores gets them.
+        cpus = 1.0 if self.shared and not gpus else 0.0
+        options = {"num_cpus": cpus, "num_gpus": gpus, "scheduling_strategy": "SPREAD"}
+        return self._ray.remote(Bank).options(**options).remote()
+
+    def give(self, workers: Sequence[Any], gpus: float) -> None:
+        """Have them back; one that is busy, or dead, goes."""
+        farewells = {self.send(worker, "clear"): worker for worker in workers}
+        done, _ = self._ray.wait(list(farewells), num_returns=len(farewells), timeout=FAREWELL)
+        for farewell, worker in farewells.items():
+            try:
+                if farewell not in done:
+                    raise WorkerDied
+                self.answer(farewell)
+            except WorkerDied:
+                self.kill(worker)
+            else:
+                self._idle[gpus].append(worker)
+
+    def kill(self, worker: Any) -> None:
+        self._ray.kill(worker)
+
+    def put(self, value: Any) -> Any:
+        """A value to send to several workers, once for each machine."""
+        return self._ray.put(value)
+
+    def send(self, worker: Any, method: str, *arguments: Any) -> Any:
+        """Have a worker do something after all it was told before; the answer to come."""
+        return getattr(worker, method).remote(*arguments)
+
+    def answer(self, coming: Any) -> Any:
+        errors = self._ray.exceptions
+        try:
+            return self._ray.get(coming)
+        except errors.RayTaskError as error:
+            raise error.cause from error
+        except (errors.RayActorError, errors.ObjectLostError) as error:
+            raise WorkerDied(str(error).splitlines()[0]) from None
+
+    def wait_for(self, coming: Sequence[Any]) -> None:
+        """Until all have an answer, with a line where that takes long."""
+        done, _ = self._ray.wait(list(coming), num_returns=len(coming), timeout=PATIENCE)
+        if len(done) < len(coming):
+            log.warning("waiting for Ray to start %d more workers", len(coming) - len(done))
+            self._ray.wait(list(coming), num_returns=len(coming))
+
+    def close(self) -> None:
+        for workers in self._idle.values():
+            for worker in workers:
+                self.kill(worker)
+        if self._ours:
+            self._ray.shutdown()
+
+
+def import_ray() -> Any:
+    try:
+        import ray
+        import ray.exceptions
+    except ImportError:
+        raise ConfigError(
+            "Ray is not installed: pip install 'perfed[ray]'", "--engine ray"
+        ) from None
+    return ray
