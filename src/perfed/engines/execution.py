@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -40,6 +41,10 @@ class Execution(Options):
     def validate(self) -> None:
         if self.workers and self.engine != "ray":
             raise ConfigError("only the engine ray has workers", "workers")
+        if self.engine == "ray" and self.device not in ("auto", "cpu", "cuda"):
+            raise ConfigError(
+                f"Ray gives every worker a GPU of its own: cpu or cuda, not {self.device}", "device"
+            )
 
     def torch_device(self) -> torch.device:
         name = self.device
@@ -73,6 +78,14 @@ class Execution(Options):
         if name == "sequential":
             return SequentialEngine(precision)
         return StackedEngine(precision, record=device.type == "cuda")
+
+    def several_runs(self) -> AbstractContextManager[Any]:
+        """Around runs one after another: the workers of the first serve the others too."""
+        if self.engine != "ray":
+            return nullcontext()
+        from perfed.engines.ray import session
+
+        return session()
 
 
 def fitting_threads(population: Population) -> int:

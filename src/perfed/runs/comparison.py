@@ -121,14 +121,15 @@ def resume_comparison(
         how = in_recorded_precision(RunDirectory(path / run_name(experiment)), how)
     at_once = len(comparison.seeds) if side_by_side else 1
     experiments = comparison.experiments()
-    for start in range(0, len(experiments), at_once):
-        open_runs = {
-            path / run_name(experiment): experiment
-            for experiment in experiments[start : start + at_once]
-            if not _is_closed(path / run_name(experiment))
-        }
-        for folder, error in run_together(open_runs, callbacks, how).items():
-            RunDirectory(folder).write_json(FAILED, {"error": str(error)})
+    with how.several_runs():
+        for start in range(0, len(experiments), at_once):
+            open_runs = {
+                path / run_name(experiment): experiment
+                for experiment in experiments[start : start + at_once]
+                if not _is_closed(path / run_name(experiment))
+            }
+            for folder, error in run_together(open_runs, callbacks, how).items():
+                RunDirectory(folder).write_json(FAILED, {"error": str(error)})
     return ComparisonResult(path)
 
 
@@ -148,6 +149,7 @@ def run_together(
             opened = RunDirectory(folder)
             folder.mkdir(exist_ok=True)
             locks.enter_context(opened.locked())
+            locks.callback(opened.remove_leftovers)
             if not (folder / "config.yaml").is_file():
                 _remove_unstarted(folder)
             simulation = Simulation(experiment, callbacks, how, engine)

@@ -178,6 +178,7 @@ class Simulation:
                 return drive(self.steps(directory), self.engine)
             finally:
                 self.engine.close()
+                directory.remove_leftovers()
 
     def _write_origin(self, directory: RunDirectory) -> None:
         directory.write_json("environment.json", environment(self.device) | self.engine.facts())

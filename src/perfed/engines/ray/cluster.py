@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 from perfed.core.errors import ConfigError, RunError
@@ -27,10 +29,8 @@ class WorkerDied(Exception):
 
 @contextmanager
 def session() -> Iterator[Session]:
-    """Ray, started if it is not running; workers that one run leaves are there for the next.
-
-    The outermost of several sessions, one in another, starts and stops.
-    """
+    """Ray, from its first use in here to the end; workers that one run leaves are there for the
+    next. A session inside another is the same one."""
     global _current
     if _current is not None:
         yield _current
@@ -45,22 +45,29 @@ def session() -> Iterator[Session]:
 
 class Session:
     def __init__(self) -> None:
-        self._ray = import_ray()
         self._idle: dict[float, list[Any]] = {}
-        self._ours = not self._ray.is_initialized()
         address = os.environ.get("RAY_ADDRESS") or "local"
-        self.shared = not self._ours or address != "local"
-        if not self._ours:
-            return
+        ray = import_ray()
+        self._address = None if ray.is_initialized() else address
+        """Where Ray is started or joined; None where somebody has done that already."""
+        self.shared = self._address != "local"
+        """Whether the machine, or the cluster, may have other work to do."""
+
+    @cached_property
+    def _ray(self) -> Any:
+        ray = import_ray()
+        if self._address is None:
+            return ray
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
         if not self.shared:
-            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             quiet["include_dashboard"] = False
         try:
-            self._ray.init(address, **quiet)
-        except (ConnectionError, RuntimeError, ValueError) as error:
+            knock(self._address)
+            ray.init(self._address, **quiet)
+        except (OSError, RuntimeError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
-            raise RunError(f"no Ray at RAY_ADDRESS={address}: {reason}") from None
+            raise RunError(f"no Ray at RAY_ADDRESS={self._address}: {reason}") from None
+        return ray
 
     def count(self, what: str) -> int:
         """How many ``GPU`` or ``CPU`` there are."""
@@ -121,11 +128,21 @@ class Session:
         for workers in self._idle.values():
             for worker in workers:
                 self.kill(worker)
-        if self._ours:
+        if self._address is not None and "_ray" in vars(self):
             self._ray.shutdown()
 
 
+def knock(address: str) -> None:
+    """Raise OSError where nobody listens: Ray would go on trying for many minutes."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if colon and port.isdecimal():
+        socket.create_connection((host, int(port)), timeout=PATIENCE).close()
+
+
 def import_ray() -> Any:
+    # Ray would print on the standard output what is said here in one line: that a worker has died.
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         import ray
         import ray.exceptions

@@ -67,10 +67,6 @@ class RayEngine:
         self, precision: Precision = FLOAT32, device: str = "auto", workers: int = 0
     ) -> None:
         import_ray()
-        if device not in ("auto", "cpu", "cuda"):
-            raise ConfigError(
-                f"Ray gives every worker its own GPU: cpu or cuda, not '{device}'", "--device"
-            )
         self.precision = precision
         self._device = device
         self._count = workers
@@ -233,7 +229,8 @@ class RayEngine:
                 worker = self._workers[number]
                 coming, worker.coming = worker.coming, []
                 try:
-                    *_, answers[number] = map(self._connected().answer, coming)
+                    for one in coming:
+                        answers[number] = self._connected().answer(one)
                     del missing[number]
                 except WorkerDied as death:
                     why = str(death)
