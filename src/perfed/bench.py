@@ -1,4 +1,4 @@
-"""Both engines on the same work, in one run: how fast, and how far from the machine's limit.
+"""The engines on the same work, in one run: how fast, and how far from the machine's limit.
 
 On a CPU the work is the embedded default. On a GPU it is the paper's: ten clients with VGG11 and
 BatchNorm, 64 private and 128 public samples a step, on images made up of noise, since what they
@@ -7,6 +7,7 @@ show does not matter for the time.
 
 from __future__ import annotations
 
+import importlib.util
 import statistics
 import tempfile
 import time
@@ -79,12 +80,18 @@ def bench(device: str = "auto") -> dict[str, Any]:
                 Contender("sequential", "float32", experiment.training.steps),
                 Contender("stacked", "float32", experiment.training.steps),
             ]
+            if has_ray():
+                contenders.append(Contender("ray", "float32", experiment.training.steps))
         return {
             "work": experiment.to_mapping(),
             "environment": environment(found),
             "rows": compare_engines(experiment, contenders, found),
             "peak_flops": peak_flops(found),
         }
+
+
+def has_ray() -> bool:
+    return importlib.util.find_spec("ray") is not None
 
 
 def default_experiment() -> Experiment:
@@ -116,10 +123,11 @@ def compare_engines(
             },
         )
         work = replace(experiment, training=training)
-        row = measured(replace(work, algorithm=OnlyTraining(clusters=1)), how, time_training)
-        if device.type == "cpu":
-            row |= measured(work, how, time_round)
-        rows.append({"engine": contender.engine, "precision": contender.precision, **row})
+        with how.several_runs():
+            row = measured(replace(work, algorithm=OnlyTraining(clusters=1)), how, time_training)
+            if device.type == "cpu":
+                row |= measured(work, how, time_round)
+        rows.append(row)
     # Against the fastest way of running clients one after another.
     sequential = min(row["step_ms"] for row in rows if row["engine"] == "sequential")
     for row in rows:
@@ -135,7 +143,7 @@ def measured(
     simulation = Simulation(experiment, how=how)
     try:
         with cpu_threads(fitting_threads(simulation.population)):
-            return measure(simulation)
+            return simulation.engine.facts() | measure(simulation)
     finally:
         simulation.engine.close()
 
@@ -238,9 +246,10 @@ def render(result: dict[str, Any]) -> str:
         f"{'GFLOP/s':>10}{'floor, ms':>11}" + (f"{'ms a round':>12}{'ratio':>8}" if rounds else ""),
     ]
     for row in result["rows"]:
+        name = row["engine"] + (f" ×{row['workers']}" if "workers" in row else "")
         floor = 1e3 * row["flops_per_step"] / result["peak_flops"][row["precision"]]
         lines.append(
-            f"{row['engine']:<12}{row['precision']:<11}{row['step_ms']:>10.2f}"
+            f"{name:<12}{row['precision']:<11}{row['step_ms']:>10.2f}"
             f"{row['step_ratio']:>7.1f}×{row['samples_per_second']:>12,.0f}"
             f"{row['flops_per_second'] / 1e9:>10,.0f}{floor:>11.2f}"
             + (f"{row['round_ms']:>12.0f}{row['round_ratio']:>7.1f}×" if rounds else "")
@@ -248,4 +257,6 @@ def render(result: dict[str, Any]) -> str:
     lines.append("\nfloor: the step's arithmetic at the rate of a large matrix product here")
     if rounds:
         lines.append("round: training, soft decisions, clustering, evaluation of all clients")
+    if any("workers" in row for row in result["rows"]):
+        lines.append("×2: with two workers, each a process with one thread")
     return "\n".join(lines)

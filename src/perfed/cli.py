@@ -176,7 +176,7 @@ def list_(
 
 @app.command()
 def bench(device: DeviceOption = "auto", as_json: JsonOption = False) -> None:
-    """Time both engines on the same work: a minute or two."""
+    """Time the engines on the same work: a minute or two."""
     result = timing.bench(device)
     print(json.dumps(result, indent=1) if as_json else timing.render(result))
 

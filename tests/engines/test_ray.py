@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import perfed
-from perfed import Execution
+from perfed import Execution, bench
 from perfed.algorithms.perfed_ckt import PerFedCKT
 from perfed.algorithms.scaffold import Scaffold
 from perfed.cli import main
@@ -273,6 +273,15 @@ def test_seeds_side_by_side(tmp_path: Path) -> None:
     beside = perfed.compare(comparison, tmp_path / "beside", how=on(2), side_by_side=True)
     for one, other in zip(alone.results, beside.results, strict=True):
         assert_alike(other.path, one.path)
+
+
+def test_the_engines_can_be_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "REPEATS", 1)
+    contenders = [bench.Contender("sequential", "float32", 2), bench.Contender("ray", "float32", 2)]
+    _, row = bench.compare_engines(tiny(), contenders, CPU)
+    assert row["engine"] == "ray"
+    assert row["workers"] == min(os.cpu_count() or 1, 3)  # three clients a round
+    assert row["round_ms"] > 0
 
 
 def test_what_workers_have_to_say_is_said_once(caplog: pytest.LogCaptureFixture) -> None:

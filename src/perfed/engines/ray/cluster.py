@@ -139,15 +139,22 @@ def knock(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=PATIENCE).close()
 
 
+# Ray reads these when it is imported. The first keeps it from printing at length, among the
+# results, what is said here in one line: that a worker has died. The last spares a warning.
+QUIET = {
+    "RAY_DEDUP_LOGS_SKIP_REGEX": ".",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+
+
 def import_ray() -> Any:
-    # Ray would print on the standard output what is said here in one line: that a worker has died.
-    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
     try:
         import ray
         import ray.exceptions
     except ImportError:
-        raise ConfigError(
-            "Ray is not installed: pip install 'perfed[ray]'", "--engine ray"
-        ) from None
+        message = "Ray is not installed: pip install 'perfed[ray]'"
+        raise ConfigError(message, "--engine ray") from None
     return ray
