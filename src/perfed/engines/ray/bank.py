@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -48,7 +49,7 @@ class Share:
     messages: Mapping[int, Message]
     round: int
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Bytes of its tensors; one that several clients get counts once."""
         tensors = [t for message in self.messages.values() for t in message.arrays.values()]
