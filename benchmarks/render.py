@@ -6,40 +6,29 @@ python benchmarks/render.py --check   exits with 1 where a block is not what the
 
 from __future__ import annotations
 
-import json
 import re
 import statistics
 import sys
-from pathlib import Path
-from typing import Any
+
+from committed import ROOT, machine, result
+from paper_blocks import BLOCKS as PAPER_BLOCKS
 
 from perfed.bench import render as render_bench
-from perfed.paper.costs import render as render_costs
-from perfed.paper.figure1 import render as render_figure1
-from perfed.paper.theorem1 import render as render_theorem1
-from perfed.paper.theorem2 import render as render_theorem2
 from perfed.report.tables import spread, summary_table
 
-ROOT = Path(__file__).parents[1]
-DOCUMENTS = ("README.md", "docs/findings.md", "docs/engines.md")
-
-
-def result(name: str) -> Any:
-    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text("utf-8"))
+DOCUMENTS = (
+    "README.md",
+    "docs/findings.md",
+    "docs/engines.md",
+    "docs/reproduction.md",
+    "docs/federation.md",
+)
 
 
 def comparison(name: str) -> str:
     record = result(name)
     lines = [summary_table(record["runs"]), *record["failures"]]
     return "\n".join(["```", *lines, "```", machine(record["environment"])])
-
-
-def machine(environment: dict[str, Any]) -> str:
-    packages = environment["packages"]
-    return (
-        f"({environment['device']}, torch {packages['torch']}, numpy {packages['numpy']}, "
-        f"Python {environment['python']}, {environment['started'][:10]})"
-    )
 
 
 def batchnorm() -> str:
@@ -210,6 +199,42 @@ def scale() -> str:
     return "\n".join([*lines, "", f"Ratio {ratio} {machine(record['environment'])}."])
 
 
+def federation() -> str:
+    record = result("federation")
+    lines = [
+        "| | seconds a round | bytes a round, channel | through the sockets | more |",
+        "|---|---|---|---|---|",
+    ]
+    for one in record["settings"]:
+        setting, numbers = one["setting"], one["summary"]
+        name = {"perfed-ckt": "PerFed-CKT", "fedavg": "FedAvg"}[setting["algorithm"]["name"]]
+        if name == "PerFed-CKT":
+            title = (
+                f"{name}, c={setting['algorithm']['clusters']}, {setting['public']} public samples"
+            )
+        else:
+            title = f"{name}, {'-'.join(map(str, setting['model']['hidden']))} hidden units"
+        title += ", TLS and node keys" if setting.get("tls") else ""
+        lines.append(
+            f"| {title} | {numbers['seconds']:.1f} | {numbers['channel_bytes']:,.0f} | "
+            f"{numbers['socket_bytes']:,.0f} | {100 * numbers['over_channel']:.1f} % |"
+        )
+    more = [
+        (one["summary"]["socket_bytes"] - one["summary"]["channel_bytes"]) / 3000
+        for one in record["settings"]
+    ]
+    idle = [sum(one["idle_bytes_per_second"].values()) / 3 for one in record["settings"]]
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"More, in kB per site and round: {', '.join(f'{kb:.0f}' for kb in more)}. "
+            f"A site that has nothing to do: {min(idle):.0f} to {max(idle):.0f} bytes a second "
+            f"{machine(record['environment'])}.",
+        ]
+    )
+
+
 def size_order(group: str) -> int:
     """All clients first, then by size: "1-9", "10-99", "1000+"."""
     return 0 if group == "all" else int(re.split("[-+]", group)[0])
@@ -223,16 +248,14 @@ BLOCKS = {
     "digits-groups-gains": lambda: against_local("all_algorithms"),
     "batchnorm": batchnorm,
     "tuning": tuning,
-    "figure1": lambda: "\n".join(["```", render_figure1(result("figure1")), "```"]),
-    "theorem1": lambda: "\n".join(["```", render_theorem1(result("theorem1")), "```"]),
-    "theorem2": lambda: "\n".join(["```", render_theorem2(result("theorem2")), "```"]),
+    **PAPER_BLOCKS,
     "bench-h200": lambda: engines("bench_h200"),
     "bench-cpu": lambda: engines("bench_cpu"),
     "profile": profile,
     "table1-time": table1_time,
     "bf16": bf16,
     "scale": scale,
-    "costs": lambda: "\n".join(["```", render_costs(result("costs")), "```"]),
+    "federation": federation,
 }
 
 

@@ -1,8 +1,10 @@
 """What the documentation shows works as shown."""
 
+import configparser
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,8 @@ import yaml
 
 import perfed
 from perfed.config import parse
+from perfed.flower import initialise
+from perfed.flower.settings import SiteOptions
 
 ROOT = Path(__file__).parents[1]
 
@@ -74,3 +78,24 @@ def test_tables_in_the_documentation_are_what_the_results_say() -> None:
         text=True,
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_the_guide_starts_a_federation_as_init_says(tls: bool, tmp_path: Path) -> None:
+    """What 'perfed federation init' prints and what the guide shows are the same commands."""
+    guide = "\n".join(blocks("docs/federation.md", "sh"))
+    _, *commands = initialise.initialise(tmp_path / "trial", 3, tls, [])
+    shown = [line for line in commands if not tls or "superlink --disable" in line]
+    for command in shown:
+        assert command in guide, command
+
+
+def test_the_guides_yaml_and_units_are_what_is_read() -> None:
+    (text,) = blocks("docs/federation.md", "yaml")
+    written = yaml.safe_load(text)
+    assert set(written) <= {field.name for field in fields(SiteOptions)}
+    for unit in blocks("docs/federation.md", "ini"):
+        parser = configparser.ConfigParser(strict=False, interpolation=None)
+        parser.read_string(unit)
+        assert parser["Service"]["Restart"] == "always"
+        assert "--insecure" not in parser["Service"]["ExecStart"]

@@ -156,7 +156,7 @@ def time_training(simulation: Simulation) -> dict[str, Any]:
     clients = simulation._select(0)
 
     def work() -> None:
-        simulation.engine.call(
+        simulation.engine.perform(
             [population.call("client_round", dict.fromkeys(clients, message), 0)]
         )
 

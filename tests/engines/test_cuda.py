@@ -9,6 +9,7 @@ import perfed
 from perfed import Execution
 from perfed.core.channel import Channel
 from perfed.engines.stacked.layers import Tensors, chain_of, run_chain
+from perfed.engines.stacked.stack import StackedModule
 from perfed.runs.simulation import Simulation
 from tests.conftest import tiny
 
@@ -82,3 +83,11 @@ def test_the_kernels_give_what_pytorch_gives() -> None:
     (wanted,) = torch.autograd.grad(plain.square().mean(), module[0].weight)
     torch.testing.assert_close(fast.float(), plain, rtol=0.05, atol=0.05)
     assert (found.sum(0) - wanted).norm() < 0.1 * wanted.norm()
+
+
+@pytest.mark.parametrize("name", ["vgg11-bn", "vgg13", "cnn"])
+def test_the_papers_networks_are_mapped_on_the_gpu(name: str) -> None:
+    """cuDNN's convolutions are coarse by default: that must not look like an obstacle."""
+    module = perfed.architectures.build(name).build((3, 32, 32), 10).cuda()
+    images = torch.randn(4, 3, 32, 32, device="cuda")
+    assert StackedModule(module, images).obstacle is None

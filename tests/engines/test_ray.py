@@ -235,13 +235,16 @@ def processes() -> Iterator[tuple[int, bytes, bytes]]:
 
 def banks() -> list[int]:
     """The workers of this test process."""
-    own = {os.getpid()}
-    for number, _, _ in sorted(processes()):  # parents first, unless numbers have wrapped
+    parents = {}
+    for number, _, _ in processes():
         with contextlib.suppress(OSError):
             stat = Path(f"/proc/{number}/stat").read_text()
-            if int(stat.rpartition(")")[2].split()[1]) in own:
-                own.add(number)
-    return [number for number, command, _ in processes() if number in own and b"Bank" in command]
+            parents[number] = int(stat.rpartition(")")[2].split()[1])
+
+    def ours(number: int) -> bool:
+        return number == os.getpid() or (number in parents and ours(parents[number]))
+
+    return [number for number, command, _ in processes() if b"Bank" in command and ours(number)]
 
 
 def test_the_log_of_messages_does_not_grow_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -384,6 +387,16 @@ def test_no_ray_where_one_is_said_to_be(address: str, monkeypatch: pytest.Monkey
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(RunError, match=f"no Ray at RAY_ADDRESS={address}: .*refused"):
         Session().count("CPU")
+
+
+def test_a_ray_that_is_running_is_used_and_left_alone() -> None:
+    ray = pytest.importorskip("ray")
+    with session() as running:
+        assert running.count("CPU") >= 1
+        other = Session()
+        assert other.count("CPU") == running.count("CPU")
+        other.close()
+        assert ray.is_initialized()
 
 
 TENSORS = st.builds(

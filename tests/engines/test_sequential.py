@@ -35,7 +35,7 @@ def test_order_and_dropped_clients_do_not_matter() -> None:
 
     def run(clients: list[int]) -> dict[int, Tensor]:
         messages = dict.fromkeys(clients, message)
-        simulation.engine.call([simulation.population.call("client_round", messages, 5)])
+        simulation.engine.perform([simulation.population.call("client_round", messages, 5)])
         return {k: flat(kept.weights) for k, kept in simulation.population.pending.items()}
 
     everyone = run([0, 1, 2, 3])

@@ -1,7 +1,5 @@
 """Theorem 1 on a small scale, and its gradient by hand, in NumPy."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -45,12 +43,12 @@ def softmax(z: np.ndarray) -> np.ndarray:
     return np.asarray(e / e.sum(axis=1, keepdims=True))
 
 
-def test_gradients_go_towards_zero(tmp_path: Path) -> None:
-    result = theorem1.theorem1(rounds=300)
+def test_gradients_go_towards_zero() -> None:
+    result = theorem1.theorem1(quick=True)
     assert result["rounds"][0] == 0
     assert result["rounds"][-1] == 300
     for title in (case.title for case in CASES if case.decay):
         largest = result["cases"][title]["largest"]
         assert largest[-1] < 0.1 * max(largest)
-    assert "constant step" in theorem1.render(result)
-    assert theorem1.plot(result, tmp_path / "theorem1.png").stat().st_size > 5_000
+    assert [row[0] for row in theorem1.tables(result)[0].rows] == [case.title for case in CASES]
+    assert len(theorem1.plot(result).axes[0].lines) == 2 * len(CASES)

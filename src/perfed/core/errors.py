@@ -28,6 +28,10 @@ class RunError(PerfedError):
     """A run directory that cannot be created, read or continued."""
 
 
+class DataError(PerfedError):
+    """Data that cannot be fetched, read or trusted."""
+
+
 class Diverged(PerfedError):
     """A model became infinite or not a number; going on would only produce noise."""
 

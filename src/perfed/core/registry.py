@@ -6,16 +6,19 @@ A component is an :class:`~perfed.core.schema.Options` class, registered by deco
     @dataclass(frozen=True)
     class MyMethod(Algorithm): ...
 
-or named by import path (``my_package.my_module:MyMethod``), found also in the working directory.
+or named by import path (``my_package.my_module:MyMethod``), found also in the working directory, or
+by file (``folder/my_file.py:MyMethod``).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
+import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
 from typing import Any, ClassVar, Generic, TypeVar
 
 from perfed.core.errors import ConfigError, did_you_mean
@@ -95,13 +98,14 @@ class Registry(Generic[C]):
 
 
 def import_object(path: str) -> Any:
-    """The object at ``module:attribute``."""
-    module_name, _, attribute = path.partition(":")
+    """The object at ``module:attribute`` or ``file.py:attribute``."""
+    module_name, _, attribute = path.rpartition(":")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        module = importlib.import_module(module_name)
-    except (ImportError, ValueError, TypeError, SyntaxError) as error:
+        from_file = module_name.endswith(".py")
+        module = import_file(module_name) if from_file else importlib.import_module(module_name)
+    except (ImportError, ValueError, TypeError, SyntaxError, OSError) as error:
         raise ConfigError(f"cannot import '{module_name}': {error}", "name") from None
     try:
         return getattr(module, attribute)
@@ -109,3 +113,20 @@ def import_object(path: str) -> Any:
         known = [name for name in vars(module) if not name.startswith("_")]
         hint = did_you_mean(attribute, known)
         raise ConfigError(f"'{module_name}' has no '{attribute}'{hint}", "name") from None
+
+
+def import_file(path: str) -> ModuleType:
+    """The module in a file, loaded once, under a name that cannot be another module's."""
+    name = f"file:{os.path.abspath(path)}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None  # the name ends in .py
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]

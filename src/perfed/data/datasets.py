@@ -6,14 +6,14 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
-from zipfile import BadZipFile
 
 import numpy as np
 
-from perfed.core.errors import ConfigError
+from perfed.core.errors import ConfigError, DataError
 from perfed.core.registry import Component, Registry
 from perfed.core.schema import option
 from perfed.core.streams import numpy_stream
+from perfed.data.readers import read_arrays
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Npz(Dataset):
         if client_ids is not None and client_ids.shape != y.shape:
             raise self._error(f"{len(y)} samples but {client_ids.size} client ids")
         if public is None:
-            return hold_out_public(_scaled(x), y, self.public, seed, client_ids)
+            return hold_out_public(scaled(x), y, self.public, seed, client_ids)
         if self.public:
             raise ConfigError(f"{self.path} has a public set of its own", "data.public")
         self._check_samples("public", public)
@@ -107,7 +107,7 @@ class Npz(Dataset):
             raise self._error(f"public samples are {public.shape[1:]}, private ones {x.shape[1:]}")
         everything, public_index = np.arange(len(x)), np.arange(len(public))
         return Samples(
-            _scaled(x), y, everything, _scaled(public), public_index, int(y.max()) + 1, client_ids
+            scaled(x), y, everything, scaled(public), public_index, int(y.max()) + 1, client_ids
         )
 
     def _error(self, message: str) -> ConfigError:
@@ -127,18 +127,16 @@ class Npz(Dataset):
         return y.astype(np.int64)
 
     def _read(self) -> dict[str, np.ndarray]:
-        path = Path(self.path).expanduser()
-        if not path.is_file():
-            raise ConfigError(f"no such file: {self.path!r}", "data.path")
         try:
-            with open(path, "rb") as raw:
-                file = np.load(raw, allow_pickle=False)
-                if not isinstance(file, np.lib.npyio.NpzFile):
-                    raise self._error("one array alone; needs 'x' and 'y' (numpy.savez)")
-                return dict(file)
-        except (ValueError, OSError, EOFError, BadZipFile) as error:
-            raise self._error(f"cannot be read: {error}") from None
+            return read_arrays(Path(self.path).expanduser())
+        except DataError as error:
+            raise ConfigError(str(error), "data.path") from None
 
 
-def _scaled(x: np.ndarray) -> np.ndarray:
-    return x.astype(np.float32) / 127.5 - 1 if x.dtype == np.uint8 else x.astype(np.float32)
+def scaled(x: np.ndarray) -> np.ndarray:
+    """As float32; bytes from −1 to 1. In place, since a set may take much of the memory."""
+    result = x.astype(np.float32)
+    if x.dtype == np.uint8:
+        result /= 127.5
+        result -= 1
+    return result

@@ -74,15 +74,24 @@ class Federation:
         return np.array([len(split.test) for split in self.splits])
 
     def record(self) -> dict[str, Any]:
-        """What a run directory keeps: original sample numbers, by client and part."""
+        """What a run directory keeps: original sample numbers, by client and part, and how many
+        of each label they are."""
         original = self.samples.index
         return {
             **self.partition_facts,
             "public": self.samples.public_index.tolist(),
             "clients": [
                 {part: original[where].tolist() for part, where in vars(split).items()}
+                | {"labels": self._label_counts(split)}
                 for split in self.splits
             ],
+        }
+
+    def _label_counts(self, split: ClientSplit) -> dict[str, list[int]]:
+        labels, classes = self.samples.y, self.samples.classes
+        return {
+            part: np.bincount(labels[where], minlength=classes).tolist()
+            for part, where in vars(split).items()
         }
 
 

@@ -138,7 +138,7 @@ class Engine(Protocol):
     def expect(self, population: Population, clients_a_round: int) -> None:
         """Make ready for a population of which so many clients train in a round."""
 
-    def call(self, calls: Sequence[Call]) -> list[Any]:
+    def perform(self, calls: Sequence[Call]) -> list[Any]:
         """What each call gives, in the order of its messages: an :class:`Outcome` by client, for
         ``models`` the models by client, for ``judge`` a column of all clients for each number."""
 
@@ -147,6 +147,9 @@ class Engine(Protocol):
 
     def collect(self, population: Population) -> None:
         """Have all that clients keep in ``population.records``, wherever they live."""
+
+    def perform_jobs(self, jobs: Sequence[Job]) -> list[Any]:
+        """What each job's work returned, of clients in this process."""
 
     def answer(self, request: Request) -> Any:
         """Weights for :class:`Sgd`, logits for :class:`Logits`, of a client in this process."""

@@ -37,6 +37,7 @@ class Execution(Options):
         float("inf"), "MiB of client models kept in memory; the rest waits on disk", ge=0
     )
     checkpoint_seconds: float = option(10.0, "a checkpoint at most every so many seconds", ge=0)
+    save_models: bool = option(True, "keep every client's final model in the run directory")
 
     def validate(self) -> None:
         if self.workers and self.engine != "ray":

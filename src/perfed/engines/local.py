@@ -12,7 +12,7 @@ from torch import Tensor
 from perfed.core.message import Message
 from perfed.core.tree import find_not_finite
 from perfed.engines.base import Call, ClientRecord, Job, Outcome, Request
-from perfed.engines.population import Population
+from perfed.engines.population import Population, changed_records
 from perfed.engines.precision import FLOAT32, Precision
 
 
@@ -27,7 +27,7 @@ class LocalEngine:
     def expect(self, population: Population, clients_a_round: int) -> None:
         """Make ready for a population of which so many clients train in a round."""
 
-    def perform(self, jobs: Sequence[Job]) -> list[Any]:
+    def perform_jobs(self, jobs: Sequence[Job]) -> list[Any]:
         """What each job's work returned."""
         raise NotImplementedError
 
@@ -35,17 +35,17 @@ class LocalEngine:
         """Weights for Sgd, logits for Logits."""
         raise NotImplementedError
 
-    def call(self, calls: Sequence[Call]) -> list[Any]:
+    def perform(self, calls: Sequence[Call]) -> list[Any]:
         """The jobs of all calls as one, and what each call gives."""
         jobs = [call.population.jobs(call) for call in calls]
-        returned = iter(self.perform([job for each in jobs for job in each]))
+        returned = iter(self.perform_jobs([job for each in jobs for job in each]))
         return [
             _finished(call, each, [next(returned) for _ in each])
             for call, each in zip(calls, jobs, strict=True)
         ]
 
     def commit(self, population: Population) -> None:
-        population.records.update(population.pending)
+        population.commit(population.pending)
         population.pending = {}
 
     def collect(self, population: Population) -> None:
@@ -63,11 +63,7 @@ def _finished(call: Call, jobs: Sequence[Job], returned: list[Any]) -> Any:
         return evaluation(returned)
     if call.method == "models":
         return dict(zip(call.messages, returned, strict=True))
-    records = {
-        job.client.id: ClientRecord(job.client.weights, job.client.state)
-        for job in jobs
-        if job.client.changed()
-    }
+    records = changed_records(jobs)
     if call.method == "client_round":
         call.population.pending = records
     return outcomes(jobs, records, returned)

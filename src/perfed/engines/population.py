@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -20,6 +20,8 @@ from perfed.data import Federation
 from perfed.engines.base import Call, ClientRecord, Engine, EngineClient, Job, Logits, Method
 from perfed.engines.store import ClientStore
 from perfed.models import Models, build_module, initial_weights
+
+Task = Callable[[Client, Message], Message | None]
 
 
 class Population:
@@ -87,15 +89,39 @@ class Population:
     def jobs(self, call: Call) -> list[Job]:
         """One job for each message."""
         task, purpose = self._tasks[call.method]
+        return self._jobs(task, call.messages, call.round, purpose)
+
+    def run(
+        self, task: Task, messages: Mapping[int, Message], round: int
+    ) -> tuple[dict[int, Message], dict[int, ClientRecord]]:
+        """Each client's reply to its message in any task, and what those that changed then hold.
+
+        The records are not stored yet: :meth:`commit` does that.
+        """
+        jobs = self._jobs(task, messages, round, "module")
+        returned = zip(jobs, self.engine.perform_jobs(jobs), strict=True)
+        replies = {job.client.id: reply for job, reply in returned if reply is not None}
+        return replies, changed_records(jobs)
+
+    def commit(self, records: Mapping[int, ClientRecord]) -> None:
+        self.records.update(records)
+
+    def _jobs(
+        self,
+        task: Callable[[Any, Message], Any],
+        messages: Mapping[int, Message],
+        round: int,
+        purpose: str,
+    ) -> list[Job]:
         jobs = []
-        for number, message in call.messages.items():
-            client = self._client(number, call.round)
+        for number, message in messages.items():
+            client = self._client(number, round)
             jobs.append(Job(client, partial(task, client, message), purpose))
         return jobs
 
     def models(self, client: int, message: Message, round: int) -> dict[str, Judged]:
         """The models of ``client`` that the algorithm wants judged."""
-        (models,) = self.engine.call([self.call("models", {client: message}, round)])
+        (models,) = self.engine.perform([self.call("models", {client: message}, round)])
         judged: dict[str, Judged] = models[client]
         return judged
 
@@ -104,7 +130,7 @@ class Population:
     ) -> dict[str, dict[str, np.ndarray]]:
         """Per model kind, one number per client: ``{"personal": {"test_accuracy": …}}``."""
         columns: dict[str, dict[str, np.ndarray]]
-        (columns,) = self.engine.call([self.call("judge", messages, round)])
+        (columns,) = self.engine.perform([self.call("judge", messages, round)])
         return columns
 
     def _first_message(self, client: Client, message: Message) -> Message | None:
@@ -166,3 +192,12 @@ class Population:
 
     def train_size(self, client: int) -> int:
         return len(self.federation.splits[client].train)
+
+
+def changed_records(jobs: Sequence[Job]) -> dict[int, ClientRecord]:
+    """What those clients now hold that have something new to keep."""
+    return {
+        job.client.id: ClientRecord(job.client.weights, job.client.state)
+        for job in jobs
+        if job.client.changed()
+    }

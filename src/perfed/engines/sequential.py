@@ -25,7 +25,7 @@ class SequentialEngine(LocalEngine):
 
     name = "sequential"
 
-    def perform(self, jobs: Sequence[Job]) -> list[Any]:
+    def perform_jobs(self, jobs: Sequence[Job]) -> list[Any]:
         results = []
         for job in jobs:
             job.client.ask = self.answer

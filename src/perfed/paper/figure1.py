@@ -12,18 +12,21 @@ puts together by what their models say on the public inputs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from perfed.algorithms.clustering import cluster, few_axes
 from perfed.core.streams import numpy_stream
+from perfed.report.layout import Table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 SPREAD = (2.0, 5.0, 200.0)
 WEIGHT, SAMPLES, PUBLIC, NOISE, ROUNDS = 50.0, 20, 50, 5.0, 20
+EXAMPLES, QUICK_EXAMPLES = 200, 20
 METHODS = ("FedAvg", "without clustering", "clustered", "local")
 
 
@@ -84,8 +87,9 @@ def settled(
     return np.linalg.solve(system.reshape(6, 6), moment.reshape(6)).reshape(3, 2)
 
 
-def figure1(seeds: Sequence[int] = range(200)) -> dict[str, Any]:
+def figure1(quick: bool = False) -> dict[str, Any]:
     """How far each method's models are from the true ones: one example, and the median of many."""
+    seeds = range(QUICK_EXAMPLES if quick else EXAMPLES)
     distances = {
         method: np.array(
             [
@@ -110,17 +114,14 @@ def figure1(seeds: Sequence[int] = range(200)) -> dict[str, Any]:
     }
 
 
-def render(result: dict[str, Any]) -> str:
-    """A table for people."""
-    lines = [
-        f"‖ŵ − w‖, one example (the figure's) and the median of {result['seeds']}",
-        "",
-        f"{'':20}{'client 0':>18}{'client 1':>18}{'client 2':>18}",
-    ]
+def tables(result: dict[str, Any]) -> list[Table]:
+    title = f"Figure 1: ‖ŵ − w‖ in the figure's example, and the median of {result['seeds']}"
+    header = ["", *(text for k in range(3) for text in (f"client {k}", "median"))]
+    rows = []
     for method in METHODS:
         pairs = zip(result["distance"][method], result["median_distance"][method], strict=True)
-        lines.append(f"{method:20}" + "".join(f"{one:9.2f}{many:9.2f}" for one, many in pairs))
-    return "\n".join([*lines, "", NOTE])
+        rows.append([method, *(f"{distance:.2f}" for pair in pairs for distance in pair)])
+    return [Table(title, header, rows, NOTE)]
 
 
 NOTE = (
@@ -131,7 +132,7 @@ NOTE = (
 )
 
 
-def plot(result: dict[str, Any], path: Path) -> Path:
+def plot(result: dict[str, Any]) -> Figure:
     """The four panels: all true models and FedAvg's, then each client's neighbourhood."""
     from matplotlib.figure import Figure  # not pyplot: a notebook's own backend stays as it is
 
@@ -172,5 +173,4 @@ def plot(result: dict[str, Any], path: Path) -> Path:
     figure.legend(
         handles.values(), handles.keys(), loc="outside lower center", ncols=5, frameon=False
     )
-    figure.savefig(path, dpi=100)
-    return path
+    return figure

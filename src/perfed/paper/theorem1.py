@@ -10,8 +10,7 @@ full one: all of a client's samples, the whole public set.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.func import functional_call
@@ -24,9 +23,13 @@ from perfed.core.schema import from_mapping
 from perfed.core.threads import cpu_threads
 from perfed.core.tree import Weights
 from perfed.engines import Execution
+from perfed.report.layout import Table
 from perfed.runs.simulation import Simulation
 
-ROUNDS = 3000
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+ROUNDS, QUICK_ROUNDS = 3000, 300
 
 
 @dataclass(frozen=True)
@@ -89,8 +92,9 @@ def gradient_norms(simulation: Simulation) -> list[float]:
     return norms
 
 
-def theorem1(rounds: int = ROUNDS) -> dict[str, Any]:
+def theorem1(quick: bool = False) -> dict[str, Any]:
     """The largest and the mean gradient norm over clients, at about logarithmic intervals."""
+    rounds = QUICK_ROUNDS if quick else ROUNDS
     wanted = sorted(
         {0, rounds, *(round(10 ** (n / 8)) for n in range(64))} & set(range(rounds + 1))
     )
@@ -116,17 +120,18 @@ def _curve(case: Case, rounds: int, wanted: set[int]) -> dict[str, list[float]]:
     return curve
 
 
-def render(result: dict[str, Any]) -> str:
-    """A table for people."""
+def tables(result: dict[str, Any]) -> list[Table]:
     last = len(result["rounds"]) - 1
     shown = [
         n for n, done in enumerate(result["rounds"]) if done in (0, 10, 100, 1000) or n == last
     ]
-    head = "".join(f"{result['rounds'][n]:>10,}" for n in shown)
-    lines = ["‖∇Φ_k(w_k; s̄_k)‖ of the client with the largest, after rounds", "", f"{'':30}{head}"]
-    for title, curve in result["cases"].items():
-        lines.append(f"{title:30}" + "".join(f"{curve['largest'][n]:10.4f}" for n in shown))
-    return "\n".join([*lines, "", NOTE])
+    title = "Theorem 1: ‖∇Φ_k(w_k; s̄_k)‖ of the client with the largest, after rounds"
+    header = ("", *(f"{result['rounds'][n]:,}" for n in shown))
+    rows = [
+        (case, *(f"{curve['largest'][n]:.4f}" for n in shown))
+        for case, curve in result["cases"].items()
+    ]
+    return [Table(title, header, rows, NOTE)]
 
 
 NOTE = (
@@ -135,7 +140,7 @@ NOTE = (
 )
 
 
-def plot(result: dict[str, Any], path: Path) -> Path:
+def plot(result: dict[str, Any]) -> Figure:
     from matplotlib.figure import Figure  # not pyplot: a notebook's own backend stays as it is
 
     figure = Figure(figsize=(6.4, 4), layout="constrained")
@@ -150,5 +155,4 @@ def plot(result: dict[str, Any], path: Path) -> Path:
     axis.set_ylabel(r"$\|\nabla\Phi_k(w_k;\bar s_k)\|$: largest client, mean dotted")
     axis.grid(alpha=0.3)
     axis.legend(frameon=False)
-    figure.savefig(path, dpi=120)
-    return path
+    return figure

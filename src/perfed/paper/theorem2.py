@@ -22,6 +22,9 @@ from typing import Any
 
 import numpy as np
 
+from perfed.report.layout import Table
+
+DRAWS, QUICK_DRAWS = 200_000, 20_000
 RULES = ("local", "uniform", "printed", "derived", "optimum")
 
 
@@ -103,9 +106,9 @@ class Problem:
         return float(np.square(transferred - true[:, client]).sum(axis=1).mean())
 
 
-def theorem2(problem: Problem | None = None, draws: int = 200_000) -> dict[str, Any]:
+def theorem2(quick: bool = False, problem: Problem | None = None) -> dict[str, Any]:
     """Every rule's error for every client."""
-    problem = problem or Problem()
+    problem, draws = problem or Problem(), QUICK_DRAWS if quick else DRAWS
     random = np.random.default_rng(0)
     rows = []
     for client, spread in enumerate(problem.spread):
@@ -123,19 +126,20 @@ def theorem2(problem: Problem | None = None, draws: int = 200_000) -> dict[str, 
     return {"constants": constants, "draws": draws, "rows": rows}
 
 
-def render(result: dict[str, Any]) -> str:
-    """A table for people."""
+def tables(result: dict[str, Any]) -> list[Table]:
     constants = ", ".join(f"{name}={value:g}" for name, value in result["constants"].items())
-    titles = ("local", "uniform", "B as printed", "B derived", "optimum")
-    lines = [
-        f"E‖ŵ − w‖² by {result['draws']:,} draws ({constants})",
-        "",
-        f"{'client':>6}{'υ':>7}{'λ*':>8}" + "".join(f"{title:>15}" for title in titles),
+    title = f"Theorem 2: E‖ŵ − w‖² by {result['draws']:,} draws ({constants})"
+    header = ("client", "υ", "λ*", "local", "uniform", "B as printed", "B derived", "optimum")
+    rows = [
+        (
+            str(row["client"]),
+            f"{row['spread']:g}",
+            f"{row['lambda']:.2f}",
+            *(f"{row['errors'][rule]['drawn']:.2f}" for rule in RULES),
+        )
+        for row in result["rows"]
     ]
-    for row in result["rows"]:
-        cells = [f"{row['errors'][rule]['drawn']:15.2f}" for rule in RULES]
-        lines.append(f"{row['client']:6}{row['spread']:7g}{row['lambda']:8.2f}{''.join(cells)}")
-    return "\n".join([*lines, "", NOTE])
+    return [Table(title, header, rows, NOTE)]
 
 
 NOTE = (

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from perfed.core.metrics import MODEL_NAMES
+from perfed.report.layout import Table
 
 HEADER = (
     "algorithm",
@@ -83,12 +84,4 @@ def quantity(value: float, unit: str = "") -> str:
 
 def summary_table(summaries: Sequence[dict[str, Any]]) -> str:
     """Plain text, aligned."""
-    lines = [list(HEADER), *(cells(row) for row in rows(summaries))]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(HEADER))]
-    text = []
-    for line in lines:
-        left = [cell.ljust(width) for cell, width in zip(line[:2], widths[:2], strict=True)]
-        right = [cell.rjust(width) for cell, width in zip(line[2:], widths[2:], strict=True)]
-        text.append("  ".join(left + right).rstrip())
-    text.insert(1, "-" * max(map(len, text)))
-    return "\n".join([*text, "", FOOTNOTE])
+    return Table("", HEADER, [cells(row) for row in rows(summaries)], FOOTNOTE, names=2).text()

@@ -1,8 +1,9 @@
 """Run directories, checkpoints, and the loop that fills them."""
 
 from perfed.runs.comparison import ComparisonResult, compare, resume_comparison
+from perfed.runs.coordinator import Callback, RoundReport
 from perfed.runs.result import Result
-from perfed.runs.simulation import Callback, RoundReport, resume, run
+from perfed.runs.simulation import resume, run
 
 __all__ = [
     "Callback",

@@ -29,6 +29,8 @@ class Progress:
     """Where a simulation stands between two rounds."""
 
     next_round: int = 0
+    opened: bool = False
+    """Whether the server has its first state."""
     state: Tree = field(default_factory=dict)
     traffic: Traffic = field(default_factory=Traffic)
     trained: list[int] = field(default_factory=list)
@@ -54,6 +56,7 @@ class Checkpoints:
         self._directory.sync_logs()  # a manifest must not promise lines that a power cut can take
         manifest = {
             "next_round": progress.next_round,
+            "opened": progress.opened,
             "traffic": vars(progress.traffic),
             "trained": progress.trained,
             "log_sizes": progress.log_sizes,
@@ -75,6 +78,7 @@ class Checkpoints:
             trees = {name: self._read(entry, device) for name, entry in self._files.items()}
             progress = Progress(
                 next_round=manifest["next_round"],
+                opened=manifest.get("opened", True),
                 state=trees.pop("server"),
                 traffic=Traffic(**manifest["traffic"]),
                 trained=manifest["trained"],

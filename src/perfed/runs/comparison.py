@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import gc
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,10 @@ from perfed.core.errors import Diverged, RunError
 from perfed.core.threads import cpu_threads
 from perfed.engines import Call, Engine, Execution
 from perfed.engines.execution import fitting_threads
+from perfed.runs.coordinator import Callback, Steps
 from perfed.runs.directory import LOCK, RunDirectory, default_path, make_directory
 from perfed.runs.result import Result
-from perfed.runs.simulation import (
-    AUTOMATIC,
-    Callback,
-    Simulation,
-    Steps,
-    in_recorded_precision,
-)
+from perfed.runs.simulation import AUTOMATIC, Simulation, in_recorded_precision
 
 FILE = "comparison.yaml"
 FAILED = "failed.json"
@@ -158,21 +154,31 @@ def run_together(
                 locks.callback(engine.close)
             runs[folder] = simulation.steps(opened)
             locks.enter_context(cpu_threads(fitting_threads(simulation.population)))
-        waiting: dict[Path, Call] = {}
-        results: dict[Path, Any] = dict.fromkeys(runs)
+        waiting: dict[Path, list[Call]] = {}
+        results: dict[Path, list[Any] | None] = dict.fromkeys(runs)
         while runs:
             for folder, steps in list(runs.items()):
                 try:
-                    waiting[folder] = steps.send(results[folder])
+                    waiting[folder] = steps.send(results[folder])  # type: ignore[arg-type]
                 except StopIteration:
                     del runs[folder]
                 except Diverged as error:
                     diverged[folder] = error
                     del runs[folder]
             if engine is not None:
-                calls = [waiting[folder] for folder in runs]
-                results = dict(zip(runs, engine.call(calls), strict=True))
+                results = dict(_perform_all(engine, {f: waiting[f] for f in runs}))
+    engine = None
+    gc.collect()  # an engine and its clients know each other: their models would stay for a while
     return diverged
+
+
+def _perform_all(
+    engine: Engine, waiting: Mapping[Path, list[Call]]
+) -> Iterator[tuple[Path, list[Any]]]:
+    """The calls of all runs as one, and each run's share of what they gave."""
+    given = iter(engine.perform([call for calls in waiting.values() for call in calls]))
+    for folder, calls in waiting.items():
+        yield folder, [next(given) for _ in calls]
 
 
 def _remove_unstarted(folder: Path) -> None:

@@ -2,7 +2,8 @@
 
     config.yaml      the resolved configuration
     environment.json versions, machine, device
-    partition.json   every client's samples (original numbers), architecture, and the public set
+    partition.json   every client's samples (original numbers), architecture, and the public set;
+                     of the sites of a federation, how many samples they have
     rounds.jsonl     a line per round: who took part, traffic, summaries
     clients.jsonl    a line per evaluation: every client's numbers
     timing.jsonl     a line per round: seconds by phase

@@ -124,14 +124,15 @@ class Result:
                 "model": kind,
                 "client": number,
                 "architecture": client["architecture"],
-                "train_size": len(client["train"]),
-                "test_size": len(client["test"]),
+                "train_size": _size(client, "train"),
+                "test_size": _size(client, "test"),
                 **{name: columns[name][number] for name in names},
             }
             for line in self._directory.lines("clients.jsonl")
             for kind, columns in line.items()
             if kind != "round"
             for number, client in enumerate(clients)
+            if client and columns[names[0]][number] is not None  # a site may not have joined yet
         ]
         return pd.DataFrame(rows)
 
@@ -174,6 +175,12 @@ class Result:
 
 def _total(line: Mapping[str, Any]) -> dict[str, int]:
     return {f"total_{name}": value for name, value in line["traffic_total"].items()}
+
+
+def _size(client: Mapping[str, Any], part: str) -> int:
+    """Of a site with data of its own no more is known than how much it has."""
+    size: int = client["sizes"][part] if "sizes" in client else len(client[part])
+    return size
 
 
 def _at(line: Mapping[str, Any], kind: str) -> dict[str, Any]:

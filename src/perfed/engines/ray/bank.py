@@ -100,7 +100,7 @@ class Bank:
             self._populations[share.population].call(share.method, share.messages, share.round)
             for share in received
         ]
-        return pack(self._engine.call(calls)), self._said.taken()
+        return pack(self._engine.perform(calls)), self._said.taken()
 
     def commit(self, number: int) -> None:
         self._engine.commit(self._populations[number])

@@ -66,7 +66,10 @@ class Session:
             ray.init(self._address, **quiet)
         except (OSError, RuntimeError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
-            raise RunError(f"no Ray at RAY_ADDRESS={self._address}: {reason}") from None
+            where = (
+                f"no Ray at RAY_ADDRESS={self._address}" if self.shared else "Ray does not start"
+            )
+            raise RunError(f"{where}: {reason}") from None
         return ray
 
     def count(self, what: str) -> int:

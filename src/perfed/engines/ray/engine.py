@@ -19,7 +19,7 @@ import torch
 
 from perfed.core.errors import ConfigError, RunError
 from perfed.core.message import Message
-from perfed.engines.base import Call, Request
+from perfed.engines.base import Call, Job, Request
 from perfed.engines.population import Population
 from perfed.engines.precision import FLOAT32, Precision
 from perfed.engines.ray.bank import Recipe, Share
@@ -52,6 +52,7 @@ class Hosted:
     homes: list[int] = field(default_factory=list)
     """The worker of each client."""
     data: Any = None
+    """The federation, in Ray's object store."""
     round: tuple[Call, set[int]] | None = None
     """The last one and whom it has changed, until it is whole."""
     changed: set[int] = field(default_factory=set)
@@ -82,7 +83,8 @@ class RayEngine:
         clients = len(population.architectures)
         if self._count > clients:
             raise ConfigError(
-                f"{self._count} workers for {clients} clients: must be at most clients", "--workers"
+                f"{self._count} workers for {clients} clients: must be at most {clients}",
+                "--workers",
             )
         assert not self._workers, "all populations of an engine are expected before its first call"
         self._hosted[population] = Hosted(len(self._hosted), population, clients_a_round)
@@ -91,7 +93,7 @@ class RayEngine:
         self._connected()
         return {"engine": self.name, "precision": self.precision.name, "workers": self._count}
 
-    def call(self, calls: Sequence[Call]) -> list[Any]:
+    def perform(self, calls: Sequence[Call]) -> list[Any]:
         if not calls:
             return []
         if not self._workers:
@@ -139,6 +141,9 @@ class RayEngine:
         for worker in self._workers:
             worker.log = [share for share in worker.log if share.population != hosted.number]
         hosted.changed.clear()
+
+    def perform_jobs(self, jobs: Sequence[Job]) -> NoReturn:
+        raise NotImplementedError("on the engine ray, clients are not in this process")
 
     def answer(self, request: Request) -> NoReturn:
         raise NotImplementedError("on the engine ray, clients are not in this process")

@@ -69,7 +69,7 @@ class StackedEngine(LocalEngine):
         self._record = record
         self._sequential = SequentialEngine(precision)
         self._modules: dict[str, StackedModule] = {}
-        self._lanes: dict[str, int] = {}
+        self._expected: dict[str, int] = {}
         self._tables: Samples | None = None
         self._populations: list[Population] = []
         self._steps: dict[Hashable, StackedStep] = {}
@@ -83,10 +83,10 @@ class StackedEngine(LocalEngine):
         total = len(population.architectures)
         for architecture in population.modules:
             share = population.architectures.count(architecture) * clients_a_round
-            lanes = self._lanes.get(architecture, 0) + -(-share // total)
-            self._lanes[architecture] = min(lanes, MOST_LANES)
+            expected = self._expected.get(architecture, 0)
+            self._expected[architecture] = expected + -(-share // total)
 
-    def perform(self, jobs: Sequence[Job]) -> list[Any]:
+    def perform_jobs(self, jobs: Sequence[Job]) -> list[Any]:
         results: list[Any] = []
         with torch.random.fork_rng(_generators(jobs)):
             for job in jobs:  # now: trying a module out may draw random numbers
@@ -192,9 +192,12 @@ class StackedEngine(LocalEngine):
         return [answers[id(request)] for request in group]
 
     def _lanes_for(self, request: Request) -> int:
-        return (
-            self._lanes.get(request.client.architecture, MOST_LANES) if self._record else MOST_LANES
-        )
+        """Clients in a stack: those expected, in stacks of one size where they are too many."""
+        expected = self._expected.get(request.client.architecture, MOST_LANES)
+        if not self._record or expected == 0:
+            return MOST_LANES
+        stacks = -(-expected // MOST_LANES)
+        return -(-expected // stacks)
 
     def _all_samples(self, population: Population) -> tuple[Samples, dict[int, tuple[int, int]]]:
         """The samples of all populations, and where each one's begin."""

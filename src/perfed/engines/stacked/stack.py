@@ -59,18 +59,28 @@ class StackedModule:
             }
         two = {name: torch.stack([t, t]) for name, t in (params | buffers).items()}
         try:
-            for mode in (True, False):
-                forward = vmap(functools.partial(self.forward, mode), in_dims=(0, None))
-                plain = functional_call(module.train(mode), params | _copied(buffers), (x,))
-                if not _close(forward(_copied(two), x), plain):
-                    return "mapped over clients it gives other numbers"
-            halves = [forward(_copied(two), part) for part in x.chunk(2)]
-            if not _close(torch.cat(halves, 1), plain):
-                return "in evaluation its output for a sample depends on other samples"
+            return self._difference(module, params, buffers, two, x)
         except Exception as error:  # whatever a user's module can stumble over
             if "randomness" in str(error):
                 return "it draws random numbers, which must come from each client's own stream"
             return str(error).split("\n")[0].split(". ")[0]
+
+    def _difference(
+        self,
+        module: nn.Module,
+        params: dict[str, Tensor],
+        buffers: dict[str, Tensor],
+        two: dict[str, Tensor],
+        x: Tensor,
+    ) -> str | None:
+        for mode in (True, False):
+            forward = vmap(functools.partial(self.forward, mode), in_dims=(0, None))
+            plain = functional_call(module.train(mode), params | _copied(buffers), (x,))
+            if not _close(forward(_copied(two), x), plain):
+                return "mapped over clients it gives other numbers"
+        halves = [forward(_copied(two), part) for part in x.chunk(2)]
+        if not _close(torch.cat(halves, 1), plain):
+            return "in evaluation its output for a sample depends on other samples"
         return None
 
     def forward(self, training: bool, tensors: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -88,7 +98,9 @@ class StackedModule:
 
 
 def _close(mapped: Tensor, plain: Tensor) -> bool:
-    return torch.allclose(mapped, plain.expand_as(mapped), rtol=1e-3, atol=1e-3)
+    """By the size of the whole output, and no finer than cuDNN's convolutions, which round to
+    eleven bits by default; a module that cannot be mapped is off by far more."""
+    return float((mapped - plain).norm()) <= 1e-2 * (float(plain.norm()) + 1e-3)
 
 
 def _copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

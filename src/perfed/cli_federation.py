@@ -1,0 +1,60 @@
+"""``perfed federation`` and ``perfed site``: parse, call, print."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from perfed.flower import initialise
+
+federation = typer.Typer(help="A real federation, on Flower.", no_args_is_help=True)
+site = typer.Typer(help="One site of a real federation.", no_args_is_help=True)
+
+
+@federation.command("init")
+def federation_init(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder.")],
+    sites: Annotated[int, typer.Option(min=1, help="How many sites.")] = 3,
+    tls: Annotated[
+        bool, typer.Option("--tls", help="Certificates and node keys too, to try them out.")
+    ] = False,
+    host: Annotated[
+        list[str] | None, typer.Option(help="A name or address of the superlink, with --tls.")
+    ] = None,
+) -> None:
+    """Write the Flower app, the coordinator's and the sites' configurations."""
+    lines = initialise.initialise(folder, sites, tls, host or [])
+    print("written; to try it here, each command in a terminal of its own, after the first line:")
+    print("\n".join(f"  {line}" for line in lines))
+
+
+@federation.command("gate")
+def federation_gate(
+    certificates: Annotated[
+        Path, typer.Option(help="The folder with ca.crt, server.crt and server.key.")
+    ] = Path("certificates"),
+    superlink: Annotated[str, typer.Option(help="Where the superlink is.")] = "127.0.0.1:8000",
+    host: Annotated[str, typer.Option(help="Where to listen.")] = "0.0.0.0",
+    port: Annotated[int, typer.Option(help="Where sites connect.")] = 8443,
+) -> None:
+    """Let sites through to the superlink, and nobody else."""
+    initialise.require_flower()
+    from perfed.flower.gate import serve
+
+    serve(superlink, certificates, host, port)
+
+
+@federation.command("check")
+def federation_check(
+    file: Annotated[Path, typer.Argument(metavar="COORDINATOR.YAML")],
+) -> None:
+    """Check a coordinator's configuration; prints the hash of the public set."""
+    print("\n".join(initialise.check_coordinator(file)))
+
+
+@site.command("check")
+def site_check(file: Annotated[Path, typer.Argument(metavar="SITE.YAML")]) -> None:
+    """Before joining: is the data readable, does the model run, is the public set the right one?"""
+    print("\n".join(initialise.check_site(file)))

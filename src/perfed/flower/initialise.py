@@ -1,0 +1,225 @@
+"""What ``perfed federation init`` writes: everything to try a federation on one machine, and the
+files to start from for a real one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from contextlib import chdir
+from importlib import metadata
+from pathlib import Path
+
+from perfed.core.errors import ConfigError, RunError
+from perfed.flower.protocol import public_hash
+from perfed.flower.settings import read_coordinator
+from perfed.flower.site import Site
+
+FLOWER = "1.41"
+MODELS = ("{name: mlp, hidden: [32]}", "{name: mlp, hidden: [128]}", "{name: cnn, batchnorm: true}")
+
+APP = """\
+# The Flower app: 'flwr run' sends this folder to every site. It holds no code: both
+# components are in the perfed that is installed there.
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+
+[project]
+name = "perfed-federation"
+version = "1.0.0"
+description = "A federation with perfed"
+license = "Apache-2.0"
+dependencies = []
+
+[tool.flwr.app]
+publisher = "perfed"
+
+[tool.flwr.app.components]
+serverapp = "perfed.flower.server_app:app"
+clientapp = "perfed.flower.client_app:app"
+
+[tool.flwr.app.config]
+# On the machine of the superlink.
+coordinator = "{coordinator}"
+"""
+
+COORDINATOR = """\
+# The coordinator: what is trained, and what a round waits for. Paths are relative to this file.
+
+directory: run        # the run directory; started again, the run goes on from there
+deadline: 600         # seconds a site has for a round; who is late is left out of it
+minimum: 1            # answers without which a round is tried again
+start_with: 0         # sites that must be there before the first round; 0: all of them
+classes: 10           # every site must have as many
+
+# The public set: the same unlabeled samples here and at every site. A file, '.npy' or '.npz' with
+# an array 'public', or, to try things out, what a dataset holds out. 'perfed federation check'
+# prints its hash; sites that write it down find out about a mistake before they join.
+public:
+  dataset: {{name: digits, public: 400}}
+# file: public.npz
+
+experiment:
+  name: {name}        # sites name the run they take part in
+  seed: 0
+  rounds: 10
+  clients: {sites}          # how many sites there are, numbered 0 … {last}
+  clients_per_round: {sites}
+  selection: by-size  # or uniform
+  evaluate_every: 1
+  training: {{learning_rate: 0.1, steps: 10, batch_size: 32, public_batch_size: 64}}
+  algorithm: {{name: perfed-ckt, clusters: {clusters}, weight: 1.0}}
+  # Needed only by algorithms whose server sends weights (fedavg, …):
+  # models: [{{name: mlp, hidden: [32]}}]
+"""
+
+SITE = """\
+# One site: its data, its model, and where it keeps what must not be lost.
+# Paths are relative to this file. 'perfed site check {file}' says whether all is well.
+
+client: {client}             # this site's number: no other site's, and never another
+run: {name}       # the run it takes part in: the coordinator's experiment.name
+state: state-{client}        # model, progress, reports; back it up, do not share it
+classes: 10
+
+# The network: a name ('perfed list models'), or your own, called with (input_shape, classes):
+# 'my_nets.py:MyNet' or 'my_package.my_module:MyNet'. Nobody else needs to know it.
+model: {model}
+
+# The samples: your own function without arguments that returns x and y,
+#   source: my_data.py:load           (or my_package.my_module:load)
+# or a dataset known to perfed, such as {{name: npz, path: mine.npz}}. With a partition, as here to
+# try things out, only this site's part of the dataset.
+data:
+  dataset: {{name: digits, public: 400}}
+  partition: {{name: groups, groups: {groups}}}
+  clients: {sites}
+split: {{train: [0.3], validation: 0.2, test: 0.5}}
+
+# As in the coordinator's file.
+public:
+  dataset: {{name: digits, public: 400}}
+  hash: {hash}
+
+alone: true           # train a copy without the federation too, to see what is gained
+device: auto          # cpu, cuda, cuda:1, …
+"""
+
+CONNECTION = """\
+# Where 'flwr' finds the superlink, for whoever sets FLWR_HOME to this folder.
+[superlink]
+default = "perfed"
+
+[superlink.perfed]
+address = "127.0.0.1:8000"
+{security}
+"""
+
+
+def require_flower() -> None:
+    try:
+        version = metadata.version("flwr")
+    except metadata.PackageNotFoundError:
+        raise ConfigError("a federation needs Flower: pip install 'perfed[flower]'") from None
+    if not version.startswith(f"{FLOWER}."):
+        raise ConfigError(
+            f"a federation needs Flower {FLOWER}, here is {version}: pip install 'perfed[flower]'"
+        )
+
+
+def initialise(folder: Path, sites: int, tls: bool, hosts: list[str]) -> list[str]:
+    """Write the files; returns the commands that start a federation from them."""
+    require_flower()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise RunError(f"{folder} exists already: choose another")
+    folder = folder.absolute()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        _write(draft, folder, sites)
+        if tls:
+            from perfed.flower.certificates import write_certificates
+
+            write_certificates(draft / "certificates", sites, hosts)
+        security = (
+            f'root-certificates = "{folder / "certificates" / "ca.crt"}"'
+            if tls
+            else "insecure = true"
+        )
+        _put(draft / "flwr-home" / "config.toml", CONNECTION.format(security=security))
+        draft.chmod(0o755)
+        os.replace(draft, folder)  # all of it, or nothing
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+    return commands(folder, sites, tls)
+
+
+def _write(draft: Path, folder: Path, sites: int) -> None:
+    coordinator = COORDINATOR.format(
+        name=folder.name, sites=sites, last=sites - 1, clusters=min(2, sites)
+    )
+    _put(draft / "coordinator.yaml", coordinator)
+    public = read_coordinator(draft / "coordinator.yaml").public_samples()
+    app = APP.format(coordinator=folder / "coordinator.yaml")
+    _put(draft / "app" / "pyproject.toml", app)
+    for client in range(sites):
+        text = SITE.format(
+            file=f"site-{client}.yaml",
+            client=client,
+            name=folder.name,
+            model=MODELS[client % len(MODELS)],
+            groups=min(2, sites),
+            sites=sites,
+            hash=public_hash(public),
+        )
+        _put(draft / f"site-{client}.yaml", text)
+
+
+def _put(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, "utf-8")
+
+
+def commands(folder: Path, sites: int, tls: bool) -> list[str]:
+    """For one machine, each in a terminal of its own."""
+    certificates = "certificates"
+    link = "flower-superlink --disable-runtime-dependency-installation --database superlink.db"
+    node = "flower-supernode --superlink 127.0.0.1:8000"
+    if tls:
+        link += f" --ssl-ca-certfile {certificates}/ca.crt --ssl-certfile {certificates}/server.crt"
+        link += f" --ssl-keyfile {certificates}/server.key --enable-supernode-auth"
+        node += f" --root-certificates {certificates}/ca.crt"
+    else:
+        link += " --insecure"
+        node += " --insecure"
+    quiet = "FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1"
+    lines = [f"cd {folder} && export FLWR_HOME=$PWD/flwr-home {quiet}", link]
+    if tls:
+        lines += [f"flwr supernode register {certificates}/site-{n}.pub" for n in range(sites)]
+    for client in range(sites):
+        key = f" --auth-supernode-private-key {certificates}/site-{client}" if tls else ""
+        config = f"--node-config 'site=\"site-{client}.yaml\"'"
+        lines.append(f"{node}{key} --port {9094 + client} {config}")
+    return [*lines, "flwr run app --stream"]
+
+
+def check_coordinator(path: Path) -> list[str]:
+    """What a coordinator's file says, and the hash to give to the sites."""
+    options = read_coordinator(path)
+    with chdir(path.absolute().parent):
+        public = options.public_samples()
+    experiment = options.experiment
+    return [
+        f"run '{experiment.name}': {experiment.algorithm.label()}, {experiment.rounds} rounds, "
+        f"{experiment.clients} sites, {options.classes} classes",
+        f"public set: {public_hash(public)} ({len(public)} samples, each "
+        f"{'×'.join(map(str, public.shape[1:]))})",
+    ]
+
+
+def check_site(path: Path) -> list[str]:
+    """What a site has, if it can join."""
+    require_flower()
+    return Site.open(path).check()

@@ -1,0 +1,67 @@
+"""What ``flwr run`` starts at the coordinator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from flwr.app import Context, MessageType
+from flwr.app import Message as FlowerMessage
+from flwr.serverapp import Grid, ServerApp
+
+from perfed.core.errors import PerfedError
+from perfed.flower import codec
+from perfed.flower.coordinator import coordinate
+from perfed.flower.protocol import EVALUATE, JOIN, Envelope
+
+app = ServerApp()
+CLOCKS = 60.0  # seconds by which the clocks of two machines may differ
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    path = Path(str(context.run_config["coordinator"]))
+    try:
+        coordinate(path, FlowerTransport(grid), _say)
+    except PerfedError as error:
+        _say(str(error))
+        raise
+
+
+def _say(line: str) -> None:
+    print(f"perfed: {line}", flush=True)
+
+
+class FlowerTransport:
+    """Envelopes through Flower's grid."""
+
+    def __init__(self, grid: Grid) -> None:
+        self._grid = grid
+
+    def nodes(self) -> list[int]:
+        return list(self._grid.get_node_ids())
+
+    def send(self, node: int, task: Envelope, seconds: float) -> str:
+        kinds = {JOIN: MessageType.QUERY, EVALUATE: MessageType.EVALUATE}
+        kind = kinds.get(task.header.kind, MessageType.TRAIN)
+        message = FlowerMessage(
+            codec.encode(task),
+            node,
+            kind,
+            ttl=seconds + CLOCKS,
+            group_id=str(task.header.round),
+        )
+        (name,) = self._grid.push_messages([message])
+        return name
+
+    def receive(self, names: Iterable[str]) -> dict[str, Envelope | str]:
+        arrived: dict[str, Envelope | str] = {}
+        for reply in self._grid.pull_messages(list(names)):
+            name = reply.metadata.reply_to_message_id
+            try:
+                arrived[name] = (
+                    codec.decode(reply.content) if reply.has_content() else str(reply.error.reason)
+                )
+            except PerfedError as error:
+                arrived[name] = str(error)
+        return arrived

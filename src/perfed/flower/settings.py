@@ -1,0 +1,251 @@
+"""The two configuration files of a federation. Paths in them are relative to the file."""
+
+from __future__ import annotations
+
+from contextlib import chdir
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from perfed.config import Experiment, read_mapping
+from perfed.core.errors import ConfigError, DataError
+from perfed.core.registry import import_object
+from perfed.core.schema import Options, from_mapping, option
+from perfed.data import (
+    ClientSplit,
+    Dataset,
+    Partition,
+    Samples,
+    Split,
+    build_federation,
+)
+from perfed.data.datasets import scaled
+from perfed.data.federation import SMALLEST_CLIENT, split_client
+from perfed.data.partition import Given
+from perfed.data.readers import read_arrays
+from perfed.flower.protocol import public_hash
+from perfed.models import Architecture
+
+O = TypeVar("O", bound=Options)  # noqa: E741
+
+
+@dataclass(frozen=True)
+class PublicSet(Options):
+    """The shared unlabeled samples, the same at the coordinator and at every site."""
+
+    file: str = option("", "an .npy file, or an .npz file with an array 'public'")
+    dataset: Dataset | None = option(None, "or the samples that a dataset holds out")
+    seed: int = option(0, "with a dataset: by which seed", ge=0)
+    hash: str = option("", "what 'perfed federation check' prints: nothing else is accepted")
+
+    @classmethod
+    def expand(cls, value: Any) -> Any:
+        """``public: public.npz``."""
+        return {"file": value} if isinstance(value, str) else value
+
+    def validate(self) -> None:
+        if self.file and self.dataset:
+            raise ConfigError("either a file or a dataset, not both")
+
+    def load(self) -> np.ndarray | None:
+        """The samples; None where there is no public set."""
+        if self.dataset is not None:
+            public = self.dataset.load(self.seed).public_x
+        elif self.file:
+            public = as_samples(_read_array(self.file, "public"), "public.file")
+        else:
+            return None
+        found = public_hash(public)
+        if self.hash and found != self.hash:
+            raise ConfigError(f"the public set here has {found}, not {self.hash}", "public.hash")
+        return public
+
+
+@dataclass(frozen=True)
+class SiteData(Options):
+    """A site's own samples, with labels 0, 1, 2, …"""
+
+    source: str = option("", "file.py:function or package.module:function; it returns x and y")
+    dataset: Dataset | None = option(None, "or a dataset known to perfed ('perfed list datasets')")
+    partition: Partition | None = option(
+        None, "to try things out: the dataset divided so, and only this site's part of it"
+    )
+    clients: int = option(1, "with a partition: among so many", ge=1)
+    seed: int = option(0, "with a dataset: the seed it is divided by", ge=0)
+
+    def validate(self) -> None:
+        if bool(self.source) == (self.dataset is not None):
+            raise ConfigError("give either 'source' or 'dataset'")
+        if self.partition is not None and self.dataset is None:
+            raise ConfigError("needs a dataset to divide", "partition")
+
+    def load(self, client: int, split: Split) -> tuple[np.ndarray, np.ndarray, ClientSplit]:
+        """Samples, labels, and which of them are for training, validation and test."""
+        if self.dataset is not None and self.partition is not None:
+            if client >= self.clients:
+                raise ConfigError(
+                    f"client {client} of {self.clients}: must be less than data.clients", "client"
+                )
+            whole = build_federation(self.dataset, self.partition, split, self.clients, self.seed)
+            return whole.samples.x, whole.samples.y, whole.splits[client]
+        if self.dataset is not None:
+            samples = self.dataset.load(self.seed)
+            x, y = samples.x, samples.y
+        else:
+            x, y = _call_source(self.source)
+        if len(y) < SMALLEST_CLIENT:
+            raise ConfigError(f"{len(y)} samples; at least {SMALLEST_CLIENT} are needed", "data")
+        return x, y, split_client(np.arange(len(y)), split, self.seed, client)
+
+
+@dataclass(frozen=True)
+class SiteOptions(Options):
+    """One site: its data, its model, and where it keeps them."""
+
+    client: int = option(
+        0, "this site's number, 0, 1, 2, …, no other site's, and never another", ge=0
+    )
+    run: str = option("", "the name of the run it takes part in: the coordinator's experiment.name")
+    state: str = option("state", "the folder of all that must not be lost")
+    classes: int = option(0, "how many classes the federation tells apart", ge=2)
+    model: Architecture = option("mlp", "a name, package.module:factory or file.py:factory")
+    data: SiteData = option(None, "this site's samples")
+    split: Split = option(Split(train=(0.6,), validation=0.1, test=0.3), "their shares")
+    public: PublicSet = option(PublicSet(), "the public set")
+    alone: bool = option(True, "train a copy without the federation too, to see what is gained")
+    device: str = option("auto", "cpu, cuda, cuda:1, …; a GPU where there is one")
+
+    def validate(self) -> None:
+        if not self.run:
+            raise ConfigError("missing: the coordinator's experiment.name", "run")
+
+    def load(self) -> tuple[Samples, ClientSplit]:
+        """This site's samples with the public set, and what each of its own is for."""
+        x, y, own = self.data.load(self.client, self.split)
+        if y.max() >= self.classes:
+            raise ConfigError(
+                f"label {y.max()} in the data: with {self.classes} classes "
+                f"they are 0 … {self.classes - 1}",
+                "classes",
+            )
+        public = self.public.load()
+        if public is None:
+            public = np.zeros((0, *x.shape[1:]), x.dtype)
+        if public.shape[1:] != x.shape[1:]:
+            raise ConfigError(
+                f"public samples are {public.shape[1:]}, this site's own are {x.shape[1:]}",
+                "public",
+            )
+        everything = np.arange(len(x)), public, np.arange(len(public))
+        return Samples(x, y, *everything, self.classes), own
+
+
+@dataclass(frozen=True)
+class AtSites(Dataset):
+    """Every client's own data, which never leaves its site."""
+
+    import_path = "perfed.flower.settings:AtSites"
+    registered_name = "at-sites"
+
+    def load(self, seed: int) -> Samples:
+        raise ConfigError("the data of this run is at its sites: it cannot run here", "data")
+
+
+@dataclass(frozen=True)
+class CoordinatorOptions(Options):
+    """The coordinator: the experiment, and what a round waits for."""
+
+    experiment: Experiment = option(None, "name, rounds, clients, training, algorithm, …")
+    directory: str = option("run", "the run directory; started again, it goes on from there")
+    classes: int = option(0, "how many classes the federation tells apart", ge=2)
+    public: PublicSet = option(PublicSet(), "the public set")
+    input_shape: tuple[int, ...] = option((), "of one sample, where there is no public set", ge=1)
+    deadline: float = option(600.0, "seconds a site has for a round", gt=0)
+    minimum: int = option(1, "answers without which a round is tried again", ge=1)
+    start_with: int = option(0, "sites that must be there before the first round; 0: all", ge=0)
+    poll: float = option(1.0, "seconds between two looks at what has arrived", gt=0)
+
+    def validate(self) -> None:
+        clients, drawn = self.experiment.clients, self.experiment.clients_per_round
+        if self.minimum > drawn:
+            raise ConfigError(
+                f"{self.minimum} answers of {drawn} clients a round: "
+                f"must be at most experiment.clients_per_round, {drawn}",
+                "minimum",
+            )
+        if self.start_with > clients:
+            raise ConfigError(f"{self.start_with} of {clients} clients", "start_with")
+        here = replace(self.experiment, data=AtSites(), partition=Given())
+        object.__setattr__(self, "experiment", here)
+
+    def public_samples(self) -> np.ndarray:
+        public = self.public.load()
+        algorithm = self.experiment.algorithm
+        if public is None or not len(public):
+            if algorithm.needs_public_set:
+                raise ConfigError(f"'{algorithm.registered_name}' needs one", "public")
+            if not self.input_shape:
+                raise ConfigError("needed where there is no public set", "input_shape")
+            return np.zeros((0, *self.input_shape), np.float32)
+        return public
+
+
+def read_coordinator(path: Path) -> CoordinatorOptions:
+    return _read(CoordinatorOptions, path)
+
+
+def read_site(path: Path) -> SiteOptions:
+    return _read(SiteOptions, path)
+
+
+def _read(cls: type[O], path: Path) -> O:
+    if not path.is_file():
+        raise ConfigError(f"no such file: {path}")
+    values = read_mapping(path)
+    with chdir(path.parent):
+        try:
+            return from_mapping(cls, values)
+        except ConfigError as error:
+            raise ConfigError(f"{error} (in {path})") from None
+
+
+def as_samples(x: Any, where: str) -> np.ndarray:
+    """Checked and float32; bytes (0 … 255) are scaled to −1 … 1."""
+    x = np.asarray(x)
+    if x.ndim < 2 or not len(x) or not np.issubdtype(x.dtype, np.number):
+        raise ConfigError("must be numbers, samples × features or images", where)
+    if not np.isfinite(x).all():
+        raise ConfigError("has values that are not finite", where)
+    return scaled(x)
+
+
+def _call_source(source: str) -> tuple[np.ndarray, np.ndarray]:
+    function = import_object(source)
+    try:
+        made = function()
+    except Exception as error:  # whatever a site's own code raises
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{source}() failed: {reason}", "data.source") from error
+    if not isinstance(made, tuple) or len(made) != 2:
+        raise ConfigError(f"{source}() must return x and y", "data.source")
+    x, y = as_samples(made[0], f"x of {source}()"), np.asarray(made[1])
+    if y.shape != (len(x),):
+        raise ConfigError(f"{len(x)} samples but labels of shape {y.shape}", "data.source")
+    if not np.issubdtype(y.dtype, np.number) or (y != y.astype(np.int64)).any() or y.min() < 0:
+        raise ConfigError("labels must be 0, 1, 2, …", "data.source")
+    return x, y.astype(np.int64)
+
+
+def _read_array(file: str, name: str) -> np.ndarray:
+    path = Path(file).expanduser()
+    try:
+        if path.suffix == ".npy":
+            return np.asarray(np.load(path, allow_pickle=False))
+        arrays = read_arrays(path)
+    except (DataError, OSError, ValueError, EOFError) as error:
+        raise ConfigError(f"cannot read {file}: {error}", name) from None
+    if name not in arrays:
+        raise ConfigError(f"{file} has no array '{name}'", name)
+    return arrays[name]

@@ -1,0 +1,428 @@
+"""A site: what it does with a task, and what it keeps on its own disk.
+
+Every task may find another process here, so nothing lives in memory. The folder ``state`` has
+
+    site.json                    who this is, so that two sites cannot go by one number
+    <run>/plan.json              what the coordinator said when this site joined
+    <run>/checkpoint.safetensors the model, the algorithm's state, the last round and its answer
+    <run>/personal.safetensors   the model to use, as last judged (a state dict)
+    <run>/report.jsonl           a line per judged round: with the federation, and alone
+
+A checkpoint is one file, replaced atomically: killed at any moment, a site has done a round or has
+not. A round that it has done is not trained again; it is answered from the checkpoint.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import re
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import chdir, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from perfed.algorithms.local import Local
+from perfed.config import Training
+from perfed.core import tensorfile
+from perfed.core.algorithm import Algorithm, algorithms
+from perfed.core.errors import ConfigError, Diverged, PerfedError, RunError
+from perfed.core.message import Message
+from perfed.core.schema import from_mapping, to_mapping
+from perfed.core.threads import cpu_threads
+from perfed.core.tree import Weights, flatten, unflatten
+from perfed.data import ClientSplit, Federation
+from perfed.engines import ClientRecord, Execution, Population, SequentialEngine
+from perfed.engines.execution import fitting_threads
+from perfed.flower.protocol import (
+    EVALUATE,
+    FIRST,
+    JOIN,
+    Envelope,
+    Refused,
+    check_same_protocol,
+    check_same_public_set,
+    public_hash,
+)
+from perfed.flower.settings import SiteOptions, read_site
+from perfed.models import Models
+from perfed.runs.coordinator import check_finite
+
+PARTS = ("train", "validation", "test")
+BEFORE_ALL = -2  # the last round of a site that has done none; the opening is −1
+Numbers = dict[str, dict[str, float]]  # by model kind and name: personal → test_accuracy → 0.9
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a site must know of the experiment."""
+
+    name: str
+    seed: int
+    clients: int
+    classes: int
+    initial: Literal["common", "own"]
+    training: Training
+    algorithm: Algorithm
+
+    def to_mapping(self) -> dict[str, Any]:
+        algorithm = self.algorithm
+        name = algorithm.import_path or algorithm.registered_name
+        return vars(self) | {
+            "training": to_mapping(self.training),
+            "algorithm": {"name": name} | to_mapping(algorithm),
+        }
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> Plan:
+        training = from_mapping(Training, values["training"])
+        algorithm = algorithms.build(values["algorithm"])
+        return cls(**{**values, "training": training, "algorithm": algorithm})
+
+
+@dataclass
+class Checkpoint:
+    """What a site has after its last round."""
+
+    round: int = BEFORE_ALL
+    record: ClientRecord | None = None
+    alone: ClientRecord | None = None
+    answer: Message = field(default_factory=Message)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def save(self, path: Path) -> None:
+        tree: dict[str, Any] = {}
+        for name, record in (("own", self.record), ("alone", self.alone)):
+            if record is not None:
+                tree[name] = {"model": record.weights, "state": record.state}
+        answer = {f"answer/{name}": tensor for name, tensor in self.answer.arrays.items()}
+        metadata = {"round": str(self.round), "facts": json.dumps(self.facts)}
+        tensorfile.write_atomically(path, tensorfile.encode(flatten(tree) | answer, metadata))
+
+    @classmethod
+    def load(cls, path: Path, device: torch.device) -> Checkpoint:
+        if not path.is_file():
+            return cls()
+        try:
+            tensors, metadata = tensorfile.decode(path.read_bytes())
+            round, facts = int(metadata["round"]), json.loads(metadata["facts"])
+        except (ValueError, KeyError, TypeError, RuntimeError) as error:
+            raise RunError(f"{path} is corrupt: {error}") from None
+        answer = {
+            name.removeprefix("answer/"): tensor
+            for name, tensor in tensors.items()
+            if name.startswith("answer/")
+        }
+        tree = unflatten(
+            {n: t.to(device) for n, t in tensors.items() if not n.startswith("answer/")}
+        )
+        records = {
+            name: ClientRecord(held["model"], held.get("state", {})) for name, held in tree.items()
+        }
+        own, alone = records.get("own"), records.get("alone")
+        return cls(round, own, alone, Message.from_arrays(answer), facts)
+
+
+class Site:
+    """One site of a federation."""
+
+    def __init__(
+        self, options: SiteOptions, folder: Path, say: Callable[[str], None] = print
+    ) -> None:
+        self.options = options
+        self.folder = folder
+        """Where relative paths start."""
+        self.say = say
+        with chdir(folder):
+            self.device = Execution(device=options.device).torch_device()
+            self.samples, self.split = options.load()
+        self.public = public_hash(self.samples.public_x)
+        self.state = folder / options.state
+
+    @classmethod
+    def open(cls, path: Path, say: Callable[[str], None] = print) -> Site:
+        return cls(read_site(path), path.absolute().parent, say)
+
+    def answer(self, task: Envelope) -> Envelope:
+        """What goes back for a task: the answer, or why there is none."""
+        try:
+            with chdir(self.folder), self._alone_here():
+                self._check(task)
+                if task.header.kind == JOIN:
+                    return self._join(task)
+                return self._work(task)
+        except PerfedError as error:
+            self.say(f"refused: {error}")
+            return task.refuse(str(error))
+
+    # Joining.
+
+    def _join(self, task: Envelope) -> Envelope:
+        plan = Plan.from_mapping(task.facts["plan"])
+        options = self.options
+        if plan.name != options.run:
+            raise Refused(f"this site takes part in '{options.run}', not in '{plan.name}'")
+        if plan.classes != options.classes:
+            raise Refused(f"this site has {options.classes} classes, the run {plan.classes}")
+        if options.client >= plan.clients:
+            raise Refused(
+                f"this site is client {options.client}; the run's are 0 … {plan.clients - 1}"
+            )
+        if plan.algorithm.needs_public_set and not len(self.samples.public_x):
+            raise Refused("this site has no public set, and the algorithm needs one")
+        self._write_plan(task, plan)
+        checkpoint = self._checkpoint(task)
+        population = self._population(plan, plan.algorithm, checkpoint.record)
+        facts: dict[str, Any] = {
+            "client": options.client,
+            "site": self._identity(),
+            "architecture": population.architectures[options.client],
+            "sizes": {part: len(getattr(self.split, part)) for part in PARTS},
+            "round": checkpoint.round,
+        }
+        if judged_alone(plan.algorithm):
+            round = max(checkpoint.round, 0)
+            facts["numbers"] = self._judge(population, round, Message())[0]
+        self.say(f"joined {task.header.run} as client {options.client}")
+        return task.answer(Message(), facts)
+
+    def _write_plan(self, task: Envelope, plan: Plan) -> None:
+        path = self._run_folder(task) / "plan.json"
+        content = json.dumps(plan.to_mapping(), indent=1)
+        if path.is_file() and json.loads(path.read_text("utf-8")) != json.loads(content):
+            raise Refused(f"{task.header.run} was begun with another configuration")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tensorfile.write_atomically(path, f"{content}\n".encode())
+
+    def _identity(self) -> str:
+        """A name of its own for this folder; a copied configuration does not have it."""
+        path = self.state / "site.json"
+        if not path.is_file():
+            tensorfile.write_atomically(path, json.dumps({"site": uuid.uuid4().hex}).encode())
+        identity: str = json.loads(path.read_text("utf-8"))["site"]
+        return identity
+
+    # Rounds.
+
+    def _work(self, task: Envelope) -> Envelope:
+        header, client = task.header, self.options.client
+        path = self._run_folder(task) / "plan.json"
+        if not path.is_file():
+            raise Refused(f"this site has not joined {header.run}")
+        plan = Plan.from_mapping(json.loads(path.read_text("utf-8")))
+        before = self._checkpoint(task)
+        population = self._population(plan, plan.algorithm, before.record)
+        if header.kind == EVALUATE:
+            numbers, models = self._judge(population, header.round, task.message)
+            self._report(task, plan, before, numbers, models)
+            return task.answer(Message(), {"numbers": numbers})
+        if before.round == header.round:
+            self.say(f"round {header.round} is done already: answered from the checkpoint")
+            return task.answer(before.answer, before.facts)
+        if before.round > header.round:
+            raise Refused(f"this site has done round {before.round}: round {header.round} is over")
+        after = self._train(task, plan, population, before)
+        self._save(task, plan, population, after)
+        self.say(f"round {header.round}: {client} has trained and answers")
+        return task.answer(after.answer, after.facts)
+
+    def _train(
+        self, task: Envelope, plan: Plan, population: Population, before: Checkpoint
+    ) -> Checkpoint:
+        header, client, algorithm = task.header, self.options.client, plan.algorithm
+        first = header.kind == FIRST
+        with cpu_threads(fitting_threads(population)):
+            replies, records = population.run(
+                (lambda one, message: algorithm.first_message(one))
+                if first
+                else algorithm.client_round,
+                {client: task.message},
+                header.round,
+            )
+            alone = before.alone
+            if self.options.alone and not first:
+                alone = self._train_alone(plan, alone, header.round)
+        if client not in replies:
+            raise Refused(
+                f"'{algorithm.registered_name}' has nothing to say before its first round"
+            )
+        record = before.record if first else records.get(client, before.record)
+        made = [*replies[client].arrays.items()]
+        made += [*record.weights.params.items()] if record else []
+        check_finite(header.round, {"this client": made})
+        return Checkpoint(header.round, record, alone, replies[client])
+
+    def _train_alone(self, plan: Plan, record: ClientRecord | None, round: int) -> ClientRecord:
+        """The same steps on the same mini-batches, without the federation."""
+        population = self._population(plan, Local(), record)
+        client = self.options.client
+        _, records = population.run(Local().client_round, {client: Message()}, round)
+        return records[client]
+
+    def _save(self, task: Envelope, plan: Plan, population: Population, after: Checkpoint) -> None:
+        model: Mapping[str, Tensor] = {}
+        judge = judged_alone(plan.algorithm) and task.header.kind != FIRST
+        if judge:
+            if after.record is not None:
+                population.commit({self.options.client: after.record})
+            after.facts["numbers"], model = self._judge(population, after.round, Message())
+        after.save(self._run_folder(task) / "checkpoint.safetensors")
+        if judge:
+            self._report(task, plan, after, after.facts["numbers"], model)
+
+    # Judging.
+
+    def _judge(
+        self, population: Population, round: int, message: Message
+    ) -> tuple[Numbers, Mapping[str, Tensor]]:
+        """Accuracy and loss by model kind, and the tensors of the model one would use."""
+        client = self.options.client
+        with cpu_threads(fitting_threads(population)):
+            columns = population.evaluate({client: message}, round)
+            models = population.models(client, message, round)
+        numbers = {
+            kind: {name: float(values[0]) for name, values in column.items()}
+            for kind, column in columns.items()
+        }
+        if not all(torch.isfinite(torch.tensor([*n.values()])).all() for n in numbers.values()):
+            raise Diverged(f"round {round}: the loss here is not finite")
+        chosen = models.get("personal", models.get("global"))
+        tensors = chosen.params | chosen.buffers if isinstance(chosen, Weights) else {}
+        return numbers, tensors
+
+    def _report(
+        self,
+        task: Envelope,
+        plan: Plan,
+        checkpoint: Checkpoint,
+        numbers: Numbers,
+        model: Mapping[str, Tensor],
+    ) -> None:
+        """For the people at this site: what they have, and what they would have alone."""
+        folder = self._run_folder(task)
+        if model:
+            tensorfile.save(folder / "personal.safetensors", model)
+        kind = "personal" if "personal" in numbers else "global"
+        line: dict[str, Any] = {"round": task.header.round, **numbers[kind]}
+        text = f"round {task.header.round}: accuracy {100 * line['test_accuracy']:.1f} %"
+        if checkpoint.alone is not None:
+            line |= self._alone(task, plan, checkpoint.alone)
+        if "alone_test_accuracy" in line:
+            line["gain"] = line["test_accuracy"] - line["alone_test_accuracy"]
+            text += (
+                f" with the federation, {100 * line['alone_test_accuracy']:.1f} % alone "
+                f"({100 * line['gain']:+.1f})"
+            )
+        with open(folder / "report.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        self.say(text)
+
+    def _alone(self, task: Envelope, plan: Plan, record: ClientRecord) -> dict[str, float]:
+        """The numbers of the copy; none where it has diverged, which is nobody else's matter."""
+        population = self._population(plan, Local(), record)
+        try:
+            numbers, _ = self._judge(population, task.header.round, Message())
+        except Diverged:
+            return {}
+        return {f"alone_{name}": number for name, number in numbers["personal"].items()}
+
+    # Before joining.
+
+    def check(self) -> list[str]:
+        """What is there, if nothing is wrong that can be found without a coordinator."""
+        options, split = self.options, self.split
+        training = Training(steps=1, batch_size=min(32, len(split.train)))
+        plan = Plan(
+            options.run, 0, options.client + 1, options.classes, "common", training, Local()
+        )
+        with chdir(self.folder):
+            population = self._population(plan, Local(), None)
+            client = options.client
+            said = population.run(
+                lambda one, message: Message(soft_decisions=one.soft_decisions()),
+                {client: Message()},
+                0,
+            )[0][client]
+            if not said["soft_decisions"].isfinite().all():
+                raise ConfigError("gives values on the public set that are not finite", "model")
+            check_finite(
+                0, {"the model": [*self._train_alone(plan, None, 0).weights.params.items()]}
+            )
+        parameters = sum(p.numel() for p in population.record(client).weights.params.values())
+        seen = torch.bincount(
+            torch.as_tensor(self.samples.y[split.train]), minlength=options.classes
+        )
+        return [
+            f"data: {len(split.train)} samples to train, {len(split.validation)} to validate, "
+            f"{len(split.test)} to test, each {'×'.join(map(str, self.samples.x.shape[1:]))}; "
+            f"{int((seen > 0).sum())} of {options.classes} classes in the training data",
+            f"model: {population.architectures[client]}, {parameters} parameters; takes a "
+            f"training step, gives {options.classes} classes on {len(said['soft_decisions'])} "
+            "public samples",
+            f"public set: {self.public}"
+            + (
+                ", as the coordinator's"
+                if options.public.hash
+                else "; the coordinator's is not "
+                "in the file (public.hash), so it will be compared on joining"
+            ),
+        ]
+
+    # Shared.
+
+    def _check(self, task: Envelope) -> None:
+        check_same_protocol(task.header, "the coordinator")
+        check_same_public_set(task.header, self.public, "the coordinator")
+
+    def _population(
+        self, plan: Plan, algorithm: Algorithm, record: ClientRecord | None
+    ) -> Population:
+        """This one client, as in a simulation of them all; the others have no data here."""
+        none = np.zeros(0, dtype=np.int64)
+        splits = [ClientSplit(none, none, none, none)] * plan.clients
+        splits[self.options.client] = self.split
+        models = Models(
+            architectures=(self.options.model,),
+            assign="list",
+            per_client=(0,) * plan.clients,
+            initial=plan.initial,
+        )
+        population = Population(
+            algorithm,
+            Federation(self.samples, splits, {}),
+            models,
+            plan.training,
+            plan.seed,
+            self.device,
+        )
+        population.engine = SequentialEngine()
+        if record is not None:
+            population.commit({self.options.client: record})
+        return population
+
+    def _checkpoint(self, task: Envelope) -> Checkpoint:
+        return Checkpoint.load(self._run_folder(task) / "checkpoint.safetensors", self.device)
+
+    def _run_folder(self, task: Envelope) -> Path:
+        if not re.fullmatch(r"[\w.+=-]{1,140}", task.header.run) or task.header.run[0] == ".":
+            raise Refused(f"{task.header.run!r} is no run's id")
+        return self.state / task.header.run
+
+    @contextmanager
+    def _alone_here(self) -> Iterator[None]:
+        """One process at a time; another waits, and then finds the round done."""
+        self.state.mkdir(parents=True, exist_ok=True)
+        with open(self.state / ".lock", "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+
+def judged_alone(algorithm: Algorithm) -> bool:
+    """Whether a client needs nothing from the server to have its models judged."""
+    return type(algorithm).evaluation_message is Algorithm.evaluation_message

@@ -1,0 +1,386 @@
+"""Tables 1 and 2: accuracy and communication of every method, beside the paper's.
+
+A table is a study: a run for each method and seed, in the order of interest, resumable, in shards.
+What is shown is made from the study's records alone.
+
+Two settings. ``paper``: the learning rate, steps and batches that the paper names (for PerFed-CKT;
+it gives none for the others), for all methods. ``tuned``: what ``perfed tune`` found on the
+validation data of a seed used for nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from perfed.config import Comparison, Experiment, apply_override, parse, read_mapping
+from perfed.core.errors import ConfigError
+from perfed.core.metrics import SIZE_GROUPS, size_group_name
+from perfed.paper.published import FRACTIONS, TABLE_1, TABLE_2, WEIGHT, Row
+from perfed.report.layout import Table
+from perfed.report.tables import spread
+from perfed.runs.study import Record, Study
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+COST_ROUNDS = 200  # the cost column's, see costs.py
+Number = Literal[1, 2]
+
+# In which order methods are run, should the time not suffice for all.
+INTEREST = (
+    "majority",
+    "local",
+    "perfed-ckt",
+    "fedavg",
+    "ditto",
+    "fedfomo",
+    "hypcluster",
+    "feddf",
+    "per-fedavg",
+    "fedprox",
+    "scaffold",
+)
+
+
+def tuned_settings() -> dict[str, dict[str, Any]]:
+    """By algorithm. benchmarks/results/tune says how they came about, a test that they did so."""
+    file = resources.files("perfed") / "paper" / "tuned.json"
+    settings: dict[str, dict[str, Any]] = json.loads(file.read_text("utf-8"))
+    return settings
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which part of a table is run, and how."""
+
+    table: Number = 1
+    settings: Literal["paper", "tuned"] = "paper"
+    fractions: tuple[float, ...] = FRACTIONS
+    seeds: tuple[int, ...] = (0, 1, 2)
+    rounds: int = 500
+    selection: Literal["uniform", "by-size"] = "uniform"
+    quick: bool = False
+
+    @property
+    def rows(self) -> Sequence[Row]:
+        return TABLE_1 if self.table == 1 else TABLE_2
+
+    def published_fraction(self, fraction: float) -> float:
+        """The paper's column beside which a fraction is shown."""
+        return FRACTIONS[0] if self.quick else fraction
+
+    def study(self, folder: str | Path) -> Study:
+        """All runs, seed by seed of each method, the most interesting first."""
+        wanted = {str(row.algorithm): row.algorithm for row in self.rows}
+        ordered = sorted(wanted.values(), key=lambda spec: INTEREST.index(spec["name"]))
+        return Study(
+            folder,
+            {
+                self.name(spec, fraction, seed): self.experiment(spec, fraction, seed)
+                for fraction in self.fractions
+                for spec in ordered
+                for seed in self.seeds
+            },
+        )
+
+    def name(self, spec: Mapping[str, Any], fraction: float, seed: int) -> str:
+        method = "-".join(str(spec[key]) for key in ("name", "clusters") if key in spec)
+        how = self.settings if self.selection == "uniform" else f"{self.settings}-{self.selection}"
+        return f"{how}-C{fraction:.3g}-{method}-seed{seed}"
+
+    def experiment(self, spec: Mapping[str, Any], fraction: float, seed: int) -> Experiment:
+        values = read_mapping("digits-dirichlet" if self.quick else "paper-cifar10")
+        for key in ("algorithms", "seeds", "about"):
+            values.pop(key, None)
+        clients = values["clients"]
+        values |= {
+            "name": f"table{self.table}",
+            "seed": seed,
+            "rounds": self.rounds,
+            "evaluate_every": max(1, min(10, self.rounds // 10)),
+            "clients_per_round": round(fraction * clients),
+            "selection": self.selection,
+            "algorithm": dict(spec),
+        }
+        if self.table == 2:
+            values["models"] = {"architectures": HETEROGENEOUS["quick" if self.quick else "full"]}
+        elif self.quick:
+            values["models"] = ["mlp"]
+        if spec["name"] == "perfed-ckt":
+            values["algorithm"]["weight"] = 1.0 if self.quick else WEIGHT
+        if spec["name"] == "local":
+            # Every client trains, whatever C is, as in the paper: as often as it would be drawn.
+            values["rounds"] = max(1, round(self.rounds * fraction))
+            values["evaluate_every"] = max(1, round(values["evaluate_every"] * fraction))
+        if self.settings == "tuned":
+            for key, value in tuned_settings().get(spec["name"], {}).items():
+                apply_override(values, f"{key}={value}")
+        experiment = parse(values)
+        assert not isinstance(experiment, Comparison)
+        return experiment
+
+
+# From the smallest to the largest.
+HETEROGENEOUS: Mapping[str, list[Any]] = {
+    "full": ["cnn", "vgg11-bn", "vgg13-bn"],
+    "quick": [
+        {"name": "mlp", "hidden": [32]},
+        {"name": "mlp", "hidden": [128]},
+        {"name": "cnn", "batchnorm": True},
+    ],
+}
+
+
+def plan(table: Number, quick: bool) -> Plan:
+    """The whole table; quick, on handwritten digits: some minutes on a CPU."""
+    if quick:
+        return Plan(table=table, fractions=(1 / 3,), rounds=20, quick=True)
+    return Plan(table=table)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One row's runs of one fraction."""
+
+    row: Row
+    fraction: float
+    records: tuple[Record, ...]
+
+    def values(self, when: str, quantity: str = "test_accuracy") -> list[float]:
+        return [r["summary"]["models"][self.row.kind][when][quantity] for r in self.records]
+
+    def of_late(self) -> float:
+        """What the last fifth of the rounds added to the accuracy."""
+        changes = []
+        for record in self.records:
+            curve = record["curve"][self.row.kind]
+            last_round, last = curve[-1][:2]
+            before = [point[1] for point in curve if point[0] + 1 <= 0.8 * (last_round + 1)]
+            changes.append(last - before[-1] if before else 0.0)
+        return statistics.mean(changes)
+
+    def cost(self) -> float:
+        """Parameters in the paper's counting, over as many rounds as its cost column has."""
+        per_round: list[float] = [
+            (s["traffic"]["up_parameters"] + s["traffic"]["down_parameters"]) / s["rounds"]
+            for s in (record["summary"] for record in self.records)
+        ]
+        return COST_ROUNDS * statistics.mean(per_round)
+
+
+def findings(plan: Plan, records: Mapping[str, Record]) -> list[Finding]:
+    """The rows of which there are runs, by fraction."""
+    found = []
+    for fraction in plan.fractions:
+        for row in plan.rows:
+            names = [plan.name(row.algorithm, fraction, seed) for seed in plan.seeds]
+            runs = tuple(records[n] for n in names if n in records and "failed" not in records[n])
+            if runs:
+                found.append(Finding(row, fraction, runs))
+    return found
+
+
+def tables(plan: Plan, records: Mapping[str, Record]) -> list[Table]:
+    """For each fraction, the table, and who gains against local training."""
+    shown = []
+    for fraction in plan.fractions:
+        here = [f for f in findings(plan, records) if f.fraction == fraction]
+        if here:
+            shown.append(_accuracy_table(plan, fraction, here))
+            shown.append(_gains_table(fraction, here))
+    missing = [row.label for row in plan.rows if not _has_run(plan, row, records)]
+    failed = [f"{name}: {r['failed']}" for name, r in records.items() if "failed" in r]
+    if missing or failed:
+        rows = [[label, "not run"] for label in missing]
+        rows += [[*text.split(": ", 1)] for text in failed]
+        shown.append(Table("Without a result", ("", "why"), rows, names=2))
+    return shown
+
+
+def _has_run(plan: Plan, row: Row, records: Mapping[str, Record]) -> bool:
+    return any(
+        plan.name(row.algorithm, fraction, seed) in records
+        for fraction in plan.fractions
+        for seed in plan.seeds
+    )
+
+
+_DRAWN = {"uniform": "uniformly", "by-size": "by their size"}
+ACCURACY_NOTE = (
+    "Test accuracy in %, mean over all clients, ± standard deviation over seeds. "
+    "of late: what the last fifth of the rounds added. "
+    "chosen: in the round that was best on validation data. "
+    "best*: in the best test round, which is what the paper reports; it is chosen by test data, so "
+    "it flatters. difference: best* − paper. "
+    f"cost: 10⁷ parameters over {COST_ROUNDS} rounds, counted as the paper does."
+)
+
+
+def _accuracy_table(plan: Plan, fraction: float, here: Sequence[Finding]) -> Table:
+    header = (
+        *("", "seeds", "last", "of late", "chosen", "best*"),
+        *("paper", "difference", "cost", "paper's cost"),
+    )
+    rows = []
+    for finding in here:
+        paper = finding.row.published(plan.published_fraction(fraction))
+        best = finding.values("best_test")
+        cost, published_cost = (
+            finding.cost() / 1e7,
+            finding.row.published_cost(plan.published_fraction(fraction)),
+        )
+        rows.append(
+            [
+                finding.row.label,
+                str(len(finding.records)),
+                spread(finding.values("last")),
+                f"{100 * finding.of_late():+.1f}",
+                spread(finding.values("chosen")),
+                spread(best),
+                "–" if paper is None else f"{paper[0]:.1f} ± {paper[1]:.1f}",
+                "–" if paper is None else f"{100 * statistics.mean(best) - paper[0]:+.1f}",
+                f"{cost:.3g}" if cost else "–",
+                "–" if published_cost is None else f"{published_cost:g}",
+            ]
+        )
+    config = here[-1].records[0]["config"]
+    what = "handwritten digits in the place of CIFAR-10, " if plan.quick else ""
+    title = (
+        f"Table {plan.table}, C={fraction:.2g}, {plan.settings} settings: {what}"
+        f"{config['clients']} clients drawn {_DRAWN[plan.selection]}, {plan.rounds} rounds"
+    )
+    return Table(title, header, rows, ACCURACY_NOTE)
+
+
+GAINS_NOTE = (
+    "Points of test accuracy above local training, client by client in the same seed. Groups by "
+    "training samples (n) and by how many labels are among them. harmed: share of clients more "
+    "than 2 points below their own local model."
+)
+
+
+def _gains_table(fraction: float, here: Sequence[Finding]) -> Table:
+    local = next((f for f in here if f.row.algorithm["name"] == "local"), None)
+    groups = _groups(here[0].records)
+    header = ("", "all", *groups, "harmed %")
+    rows = []
+    for finding in here:
+        if local is None or finding is local:
+            continue
+        gains = _client_gains(finding, local)
+        cells = [f"{statistics.mean(g for g, _, _ in gains):+.1f}"]
+        for inside in groups.values():
+            members = [g for g, size, labels in gains if inside(size, labels)]
+            cells.append(f"{statistics.mean(members):+.1f}" if members else "–")
+        harmed = statistics.mean(g < -2 for g, _, _ in gains)
+        rows.append([finding.row.label, *cells, f"{100 * harmed:.0f}"])
+    return Table(f"Against local training, C={fraction:.2g}", header, rows, GAINS_NOTE)
+
+
+def _groups(records: Iterable[Record]) -> dict[str, Any]:
+    sizes = [size for record in records for size in record["clients"]["train_size"]]
+    by_size: dict[str, Any] = {
+        f"n {size_group_name(low, high)}": lambda size, _, low=low, high=high: (
+            low <= size <= (high or size)
+        )
+        for low, high in SIZE_GROUPS
+        if any(low <= size <= (high or size) for size in sizes)
+    }
+    return by_size | {
+        "1 label": lambda _, labels: labels == 1,
+        "2-3 labels": lambda _, labels: 2 <= labels <= 3,
+        "4+ labels": lambda _, labels: labels >= 4,
+    }
+
+
+def _client_gains(finding: Finding, local: Finding) -> list[tuple[float, int, int]]:
+    """Points gained, training samples and labels of every client of every common seed."""
+    theirs = {record["config"]["seed"]: record for record in local.records}
+    gains: list[tuple[float, int, int]] = []
+    for record in finding.records:
+        if (other := theirs.get(record["config"]["seed"])) is None:
+            continue
+        clients = record["clients"]
+        for accuracy, alone, size, labels in zip(
+            clients["test_accuracy"][finding.row.kind],
+            other["clients"]["test_accuracy"]["personal"],
+            clients["train_size"],
+            clients["train_labels"],
+            strict=True,
+        ):
+            gains.append((100 * (accuracy - alone), size, labels))
+    return gains
+
+
+def gain_of_small_clients(finding: Finding, local: Finding) -> float:
+    """Mean points above local training, of clients in the smallest group."""
+    most = SIZE_GROUPS[0][1] or 0
+    return statistics.mean(g for g, size, _ in _client_gains(finding, local) if size <= most)
+
+
+def plot(plan: Plan, records: Mapping[str, Record]) -> Figure:
+    """Ours and the paper's accuracy, a line for each method."""
+    from matplotlib.figure import Figure  # not pyplot: a notebook's own backend stays as it is
+
+    found = findings(plan, records)
+    fractions = [c for c in plan.fractions if any(f.fraction == c for f in found)]
+    labels = [row.label for row in plan.rows if any(f.row is row for f in found)]
+    figure = Figure(figsize=(2 + 4.2 * len(fractions), 1.4 + 0.3 * len(labels)))
+    figure.set_layout_engine("constrained")
+    axes = figure.subplots(1, len(fractions), sharey=True, squeeze=False)[0]
+    for axis, fraction in zip(axes, fractions, strict=True):
+        for finding in (f for f in found if f.fraction == fraction):
+            height = -labels.index(finding.row.label)
+            for values, marker, colour, name in (
+                (finding.values("last"), "o", "#0072B2", "ours, last round"),
+                (finding.values("best_test"), "|", "#56B4E9", "ours, best test round"),
+            ):
+                mean = 100 * statistics.mean(values)
+                deviation = 100 * statistics.stdev(values) if len(values) > 1 else 0.0
+                error = {"xerr": deviation} if marker == "o" else {"markersize": 9}
+                axis.errorbar(mean, height, fmt=marker, color=colour, label=name, **error)
+            if (paper := finding.row.published(plan.published_fraction(fraction))) is not None:
+                axis.errorbar(
+                    paper[0], height, fmt="D", color="#D55E00", mfc="white", label="paper"
+                )
+        axis.set(xlim=(0, 100), xlabel="test accuracy, mean over clients (%)")
+        axis.set_title(f"C = {fraction:.2g}", fontsize=10)
+        axis.set_yticks([-n for n in range(len(labels))], labels)
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    handles = dict(
+        zip(*reversed(axes[0].get_legend_handles_labels()), strict=True)  # one for each name
+    )
+    figure.legend(
+        handles.values(), handles.keys(), loc="outside upper center", ncols=3, frameon=False
+    )
+    return figure
+
+
+def with_options(
+    chosen: Plan,
+    settings: str | None = None,
+    rounds: int | None = None,
+    selection: str | None = None,
+    fractions: Sequence[float] | None = None,
+    seeds: Sequence[int] | None = None,
+) -> Plan:
+    """``chosen`` with what a user asked for instead."""
+    if settings is not None and settings not in ("paper", "tuned"):
+        raise ConfigError(f"'{settings}' is none of paper, tuned", "--settings")
+    if selection is not None and selection not in _DRAWN:
+        raise ConfigError(f"'{selection}' is none of {', '.join(_DRAWN)}", "--selection")
+    changes: dict[str, Any] = {
+        "settings": settings,
+        "selection": selection,
+        "rounds": rounds,
+        "fractions": None if fractions is None else tuple(fractions),
+        "seeds": None if seeds is None else tuple(seeds),
+    }
+    return replace(chosen, **{key: value for key, value in changes.items() if value is not None})

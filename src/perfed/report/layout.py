@@ -1,0 +1,113 @@
+"""A table as plain text, Markdown and LaTeX."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+# What LaTeX takes for a command, and signs that its usual fonts lack.
+_LATEX = str.maketrans(
+    {c: rf"\{c}" for c in "%&#_$"}
+    | {
+        "±": r"$\pm$",
+        "−": r"$-$",
+        "–": "--",
+        "·": r"$\cdot$",
+        "‖": r"$\|$",
+        "∇": r"$\nabla$",
+        "Φ": r"$\Phi$",
+        "η": r"$\eta$",
+        "λ": r"$\lambda$",
+        "τ": r"$\tau$",
+        "μ": r"$\mu$",
+        "α": r"$\alpha$",
+        "β": r"$\beta$",
+        "ν": r"$\nu$",
+        "σ": r"$\sigma$",
+        "υ": r"$\upsilon$",
+        "θ": r"$\theta$",
+        "²": r"$^2$",
+        "⁷": r"$^7$",
+        "×": r"$\times$",
+        "≤": r"$\le$",
+        "≥": r"$\ge$",
+        "→": r"$\to$",
+        "ŵ": r"$\hat w$",
+        "\u0304": "",  # the bar over s
+    }
+)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells as they are shown. The first ``names`` columns are words, the others numbers."""
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+    names: int = 1
+
+    def text(self) -> str:
+        lines = [list(self.header), *map(list, self.rows)]
+        widths = [max(len(line[column]) for line in lines) for column in range(len(self.header))]
+        body = []
+        for line in lines:
+            cells = [
+                cell.ljust(width) if column < self.names else cell.rjust(width)
+                for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+            ]
+            body.append("  ".join(cells).rstrip())
+        body.insert(1, "-" * max(map(len, body)))
+        width = max(80, max(map(len, body)))
+        return _paragraphs(self.title, "\n".join(body), "\n".join(_wrapped(self.note, width)))
+
+    def markdown(self) -> str:
+        marks = ["---" if column < self.names else "---:" for column in range(len(self.header))]
+        lines = [self.header, marks, *self.rows]
+        body = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        title = f"**{self.title}**" if self.title else ""
+        return _paragraphs(title, body, self.note)
+
+    def latex(self) -> str:
+        """A ``tabular`` with the rules of booktabs, in a ``table`` with its title as caption."""
+        columns = "l" * self.names + "r" * (len(self.header) - self.names)
+        lines = [" & ".join(map(_latex, line)) + r" \\" for line in (self.header, *self.rows)]
+        lines.insert(1, r"\midrule")
+        caption = " ".join(f"{self.title}. {self.note}".split()).strip(" .") + "."
+        return "\n".join(
+            [
+                r"\begin{table}\centering\small",
+                rf"\caption{{{_latex(caption)}}}",
+                rf"\begin{{tabular}}{{@{{}}{columns}@{{}}}}\toprule",
+                *lines,
+                r"\bottomrule\end{tabular}",
+                r"\end{table}",
+            ]
+        )
+
+
+def _latex(text: str) -> str:
+    return text.translate(_LATEX)
+
+
+def _wrapped(note: str, width: int) -> list[str]:
+    return [piece for line in note.splitlines() for piece in textwrap.wrap(line, width)]
+
+
+def _paragraphs(*parts: str) -> str:
+    return "\n\n".join(part for part in parts if part)
+
+
+def text(tables: Iterable[Table]) -> str:
+    return "\n\n".join(table.text() for table in tables)
+
+
+def markdown(tables: Iterable[Table]) -> str:
+    return "\n\n".join(table.markdown() for table in tables)
+
+
+def latex(tables: Iterable[Table]) -> str:
+    """Paragraphs for a document that uses booktabs."""
+    return "% needs \\usepackage{booktabs}\n" + "\n\n".join(table.latex() for table in tables)

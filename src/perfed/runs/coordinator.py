@@ -1,0 +1,277 @@
+"""The server's side of a run: who takes part, what is sent, what becomes of what comes back, and
+what is written down. Where the clients are, in this process or at sites of their own, is said by
+:class:`~perfed.runs.simulation.Simulation` and :mod:`perfed.flower.coordinator`."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import torch
+
+from perfed.config import Experiment
+from perfed.core.algorithm import Algorithm, ClientInfo, Reply, Server
+from perfed.core.channel import Channel, Traffic
+from perfed.core.errors import Diverged
+from perfed.core.message import Message
+from perfed.core.metrics import Columns, summarize
+from perfed.core.streams import torch_stream
+from perfed.core.tree import find_not_finite
+from perfed.engines import ClientRecord
+from perfed.runs.checkpoint import Checkpoints, Progress
+from perfed.runs.directory import RunDirectory
+from perfed.runs.result import Result, headline
+
+CHECKPOINT_SHARE = 0.05  # of a run's time, at most, is spent writing checkpoints
+T = TypeVar("T")
+Steps = Generator[list[Any], list[Any], T]
+"""A computation that hands out what clients are to do, and goes on when it gets what that gave."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundReport:
+    """What a callback learns after each round."""
+
+    experiment: Experiment
+    round: int
+    accuracy: float | None
+    """Mean test accuracy, where this round was evaluated."""
+    traffic: Traffic
+    seconds: float
+
+
+class Callback:
+    """Something to do as a run goes on; override what is needed."""
+
+    def on_start(self, experiment: Experiment, directory: Path, first_round: int) -> None: ...
+
+    def on_round(self, report: RoundReport) -> None: ...
+
+    def on_end(self, result: Result) -> None: ...
+
+
+class Performer(Protocol):
+    """Whoever does jobs: an engine, or the sites of a federation."""
+
+    def perform(self, jobs: Sequence[Any]) -> list[Any]:
+        """What each job returned."""
+
+
+class Coordinator(ABC):
+    """One experiment, from its first round to its last."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        callbacks: Iterable[Callback],
+        device: torch.device,
+        checkpoint_seconds: float,
+    ) -> None:
+        self.experiment = experiment
+        self.algorithm: Algorithm = experiment.algorithm
+        self.callbacks = list(callbacks)
+        self.device = device
+        self._checkpoint_seconds = checkpoint_seconds
+        self.progress = Progress(trained=[0] * experiment.clients)
+        self.records: Mapping[int, ClientRecord] = {}
+        """What clients keep, where it is kept here."""
+        self.changed: set[int] = set()
+        """Whose records differ from the newest checkpoint's."""
+        self.seconds: dict[str, float] = {}
+
+    # What differs with the place of the clients.
+
+    @abstractmethod
+    def _open(self, directory: RunDirectory) -> None:
+        """Write down where the numbers of a new run come from, or check it against a begun one."""
+
+    def _restore(self, records: Mapping[int, ClientRecord]) -> None:
+        """Take back what a checkpoint holds of the clients."""
+        self.records = records
+
+    @abstractmethod
+    def _server(self, round: int) -> Server: ...
+
+    @abstractmethod
+    def _info(self, client: int) -> ClientInfo: ...
+
+    @abstractmethod
+    def _opening(self, channel: Channel) -> Steps[dict[str, Any] | None]:
+        """The server's first state; where the method has an initial set S(−1), what it sent."""
+
+    @abstractmethod
+    def _round(self, round: int, channel: Channel) -> Steps[tuple[list[int], dict[str, int]]]:
+        """One communication round: who took part and what crossed."""
+
+    @abstractmethod
+    def _evaluate(self, round: int, directory: RunDirectory) -> Steps[dict[str, Any]]:
+        """Every client's numbers to the directory, and their summary by model kind."""
+
+    def _kept(self) -> Mapping[int, ClientRecord]:
+        """``records``, up to date."""
+        return self.records
+
+    def _facts(self, clients: list[int]) -> dict[str, Any]:
+        """What else a round's line says."""
+        return {}
+
+    def _close(self, directory: RunDirectory) -> Steps[None]:
+        """What remains to be written after the last round."""
+        yield from ()
+
+    # What does not.
+
+    def steps(self, directory: RunDirectory) -> Steps[Result]:
+        """The whole run in a locked directory, from its start or from its newest checkpoint."""
+        directory.remove_leftovers()
+        if not (directory.path / "config.yaml").is_file():
+            directory.write_yaml("config.yaml", self.experiment.to_mapping())
+        self._open(directory)
+        checkpoints = Checkpoints(directory)
+        saved = checkpoints.load(self.device)
+        if saved is not None:
+            self.progress, records = saved
+            self._restore(records)
+        directory.cut_logs(self.progress.log_sizes)
+        return (yield from self._run(directory, checkpoints))
+
+    def _run(self, directory: RunDirectory, checkpoints: Checkpoints) -> Steps[Result]:
+        progress, experiment = self.progress, self.experiment
+        channel = Channel(progress.traffic)
+        for callback in self.callbacks:
+            callback.on_start(experiment, directory.path, progress.next_round)
+        last_saved, wait = time.monotonic(), self._checkpoint_seconds
+        if not progress.opened:
+            if opening := (yield from self._opening(channel)):
+                directory.append("rounds.jsonl", opening)
+            progress.opened = True
+            progress.log_sizes = directory.log_sizes()
+            if not wait:  # clients elsewhere do not go back to the opening once they have trained
+                checkpoints.save(progress, self.records, self.changed)
+        for round in range(progress.next_round, experiment.rounds):
+            began = time.monotonic()
+            self.seconds = {}
+            clients, traffic = yield from self._round(round, channel)
+            evaluation = {}
+            if (round + 1) % experiment.evaluate_every == 0 or round + 1 == experiment.rounds:
+                evaluation = yield from self._evaluate(round, directory)
+            directory.append(
+                "rounds.jsonl",
+                {
+                    "round": round,
+                    "clients": clients,
+                    "learning_rate": experiment.training.learning_rate_at(round),
+                    **self._facts(clients),
+                    "traffic": traffic,
+                    "traffic_total": vars(channel.total),
+                    **({"evaluation": evaluation} if evaluation else {}),
+                },
+            )
+            directory.append("timing.jsonl", {"round": round, **self.seconds})
+            progress.next_round = round + 1
+            progress.log_sizes = directory.log_sizes()
+            if time.monotonic() - last_saved >= wait:
+                began_saving = time.monotonic()
+                checkpoints.save(progress, self._kept(), self.changed)
+                self.changed.clear()
+                last_saved = time.monotonic()
+                if self._checkpoint_seconds:  # large models are written less often
+                    wait = max(wait, (last_saved - began_saving) / CHECKPOINT_SHARE)
+            accuracy = headline(evaluation)["test_accuracy"] if evaluation else None
+            seconds = time.monotonic() - began
+            for callback in self.callbacks:
+                callback.on_round(RoundReport(experiment, round, accuracy, channel.total, seconds))
+        return (yield from self._finish(directory, checkpoints))
+
+    def _finish(self, directory: RunDirectory, checkpoints: Checkpoints) -> Steps[Result]:
+        yield from self._close(directory)
+        result = Result(directory.path)
+        directory.write_json("summary.json", result.summarize())
+        checkpoints.remove()  # nothing is left to resume
+        for callback in self.callbacks:
+            callback.on_end(result)
+        return result
+
+    def _broadcast(self, round: int, clients: Iterable[int]) -> dict[int, Message]:
+        server = self._server(round)
+        return {
+            client: self.algorithm.broadcast(server, self.progress.state, self._info(client))
+            for client in clients
+        }
+
+    def _evaluation_messages(
+        self, round: int, clients: Iterable[int] | None = None
+    ) -> dict[int, Message]:
+        """For all clients, unless told for whom."""
+        server = self._server(round)
+        return {
+            client: self.algorithm.evaluation_message(
+                server, self.progress.state, self._info(client)
+            )
+            for client in (self._everyone() if clients is None else clients)
+        }
+
+    def _merge(self, round: int, replies: Mapping[int, Message]) -> None:
+        if not replies:  # nobody answered: the server knows what it knew
+            return
+        ordered = [Reply(self._info(client), replies[client]) for client in sorted(replies)]
+        server = self._server(round)
+        with torch_stream(self.experiment.seed, "server-module", round=round):
+            self.progress.state = self.algorithm.merge(server, self.progress.state, ordered)
+
+    def _everyone(self) -> list[int]:
+        return list(range(self.experiment.clients))
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.seconds[phase] = time.perf_counter() - began
+
+
+def summaries(
+    columns: Mapping[str, Columns],
+    train_sizes: np.ndarray,
+    test_sizes: np.ndarray,
+    trained: Sequence[int],
+) -> dict[str, Any]:
+    """A round's averages by model kind; ``trained`` is in how many rounds each client was."""
+    drawn = np.array(trained) > 0
+    return {k: summarize(column, train_sizes, test_sizes, drawn) for k, column in columns.items()}
+
+
+def difference(after: Traffic, before: Traffic) -> dict[str, int]:
+    """What crossed in between."""
+    return {name: getattr(after, name) - earlier for name, earlier in vars(before).items()}
+
+
+def drive(steps: Steps[T], performer: Performer) -> T:
+    """Carry one computation to its end."""
+    results: Any = None
+    while True:
+        try:
+            jobs = steps.send(results)
+        except StopIteration as end:
+            value: T = end.value
+            return value
+        results = performer.perform(jobs)
+
+
+def check_finite(round: int, tensors: Mapping[str, Sequence[tuple[str, torch.Tensor]]]) -> None:
+    """``tensors`` by their owner."""
+    broken = find_not_finite(tensors)
+    if broken is not None:
+        raise diverged(round, broken[1], broken[0])
+
+
+def diverged(round: int, name: str, owner: str) -> Diverged:
+    return Diverged(
+        f"round {round}: '{name}' of {owner} is not finite; "
+        "a smaller training.learning_rate may help"
+    )

@@ -1,0 +1,191 @@
+"""Real processes: a superlink, three supernodes with a network each, ``flwr run``; kill -9; TLS."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import shutil
+import ssl
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from perfed import Result
+from perfed.core import tensorfile
+from perfed.flower.certificates import write_certificates, write_node_key
+from perfed.flower.coordinator import coordinate
+from perfed.flower.initialise import APP
+from perfed.flower.protocol import Envelope
+from tests.flower.processes import Network, Process, network, wait_until
+from tests.flower.setting import desk, personal_checkpoint, simulated, write_federation
+
+# Every message starts a process at its site, which imports torch: ten seconds a round, nearly all
+# of it Flower's and the imports'. So there are few rounds, and data that is quick to read.
+PROCESSES: dict[str, Any] = {"poll": 0.3, "deadline": 120}
+
+
+def start(net: Network, folder: Path, name: str = "run") -> Process:
+    app = folder / "app"
+    app.mkdir(exist_ok=True)
+    coordinator = folder / "coordinator.yaml"
+    (app / "pyproject.toml").write_text(APP.format(coordinator=coordinator))
+    return net.run(name, app, coordinator)
+
+
+def rounds(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "run" / "rounds.jsonl"
+    text = path.read_text() if path.is_file() else ""
+    return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+
+
+def done(folder: Path, round: int) -> bool:
+    return any(line["round"] >= round for line in rounds(folder))
+
+
+def finish(process: Process, folder: Path) -> Result:
+    wait_until(lambda: process.ended() or finished(folder), f"the run ends:\n{process.text()}")
+    assert finished(folder), process.text()
+    return Result(folder / "run")
+
+
+def finished(folder: Path) -> bool:
+    return (folder / "run" / "summary.json").is_file()
+
+
+def assert_personal_models_of(folder: Path, reference: Result) -> None:
+    for client in range(3):
+        ours = tensorfile.load(personal_checkpoint(folder, client))
+        theirs = reference.model(client).state_dict()
+        assert ours.keys() == theirs.keys()
+        for name, tensor in theirs.items():
+            assert torch.allclose(ours[name], tensor, rtol=1e-4, atol=1e-6), (client, name)
+
+
+def test_three_sites_end_as_the_simulation_though_the_coordinator_is_killed(
+    tmp_path: Path,
+) -> None:
+    """The coordinator's whole machine goes away in the middle of a round and comes back."""
+    folder = write_federation(tmp_path / "federation", options=PROCESSES)
+    with network(tmp_path / "net") as net:
+        superlink = net.superlink()
+        nodes = [net.supernode(f"node-{n}", folder / f"site-{n}.yaml") for n in range(3)]
+        first = start(net, folder, "first")
+        wait_until(lambda: done(folder, 0), f"round 0:\n{first.text()}")
+        wait_until(lambda: "ROUND 1]" in nodes[0].text(), "round 1 begins")
+        superlink.kill()
+        first.kill()
+        assert not done(folder, 1)
+        net.superlink()
+        again = start(net, folder, "again")
+        result = finish(again, folder)
+        assert "round 1 of 3" in again.text()  # not from the beginning
+    reference = simulated(tmp_path / "simulation")
+    assert_personal_models_of(folder, reference)
+    assert [line["clients"] for line in rounds(folder)] == [[0, 1, 2]] * 4
+    assert result.summary["traffic"] == reference.summary["traffic"]
+    reports = [(folder / f"state-{n}").glob("*/report.jsonl") for n in range(3)]
+    for (report,) in reports:  # every site sees what it gains
+        assert [json.loads(line)["round"] for line in report.read_text().splitlines()] == [0, 1, 2]
+        assert "alone_test_accuracy" in report.read_text()
+
+
+def test_with_tls_only_registered_sites_take_part(tmp_path: Path) -> None:
+    certificates = tmp_path / "certificates"
+    write_certificates(certificates, 3, [])
+    write_certificates(tmp_path / "other", 1, [])  # another authority
+    write_node_key(certificates / "stranger")
+    folder = write_federation(tmp_path / "federation", options=PROCESSES, rounds=2)
+    trusted = ["--root-certificates", str(certificates / "ca.crt")]
+    wrong = ["--root-certificates", str(tmp_path / "other" / "ca.crt")]
+
+    def key(name: str) -> list[str]:
+        return ["--auth-supernode-private-key", str(certificates / name)]
+
+    with network(tmp_path / "net", certificates=certificates) as net:
+        net.superlink()
+        net.gate()
+        for n in range(3):
+            done = net.start("register", "flwr", "supernode", "register",
+                             str(certificates / f"site-{n}.pub"), "loop")  # fmt: skip
+            assert done.code() == 0, done.text()
+        for n in range(3):
+            net.supernode(f"node-{n}", folder / f"site-{n}.yaml", *trusted, *key(f"site-{n}"))
+        for n, name in ((0, "stranger"), (1, "misled"), (2, "keyless")):
+            shutil.copy(folder / f"site-{n}.yaml", folder / f"{name}.yaml")
+        stranger = net.supernode("stranger", folder / "stranger.yaml", *trusted, *key("stranger"))
+        misled = net.supernode(
+            "misled",
+            folder / "wrong-certificate.yaml",
+            *wrong,
+            *key("site-1"),
+            "--max-retries",
+            "1",
+        )
+        keyless = net.supernode("keyless", folder / "keyless.yaml", *trusted)
+        register = ["flwr", "supernode", "register", str(certificates / "stranger.pub")]
+        assert net.start("stranger-registers", *register, "gate").code() != 0
+        assert_only_sites_pass(net.gate_port, certificates)
+        finish(start(net, folder), folder)
+        for intruder in (stranger, misled, keyless):
+            wait_until(intruder.ended, f"refused:\n{intruder.text()}")
+            assert intruder.code() != 0
+            assert "Receiving" not in intruder.text()  # saw no message
+            assert "SuperNode ID" not in intruder.text()
+        assert stranger.code() % 256 == 305 % 256 or "305" in stranger.text()
+        assert "certificate" in misled.text().lower()
+    assert_personal_models_of(folder, simulated(tmp_path / "simulation", rounds=2))
+
+
+def assert_only_sites_pass(port: int, certificates: Path) -> None:
+    """Neither the operator's requests nor a way round by dots get through the gate."""
+    context = ssl.create_default_context(cafile=str(certificates / "ca.crt"))
+    for path in (
+        "/v1/control/list-runs",
+        "/v1/runtime/get-nodes",
+        "/v1/fleet/../control/list-runs",
+        "/v1/fleet/%2e%2e/control/list-runs",
+        "//v1/control/list-runs",
+        "/",
+    ):
+        connection = http.client.HTTPSConnection("127.0.0.1", port, context=context, timeout=30)
+        connection.request("POST", path, body=b"")
+        assert connection.getresponse().status == 403, path
+        connection.close()
+
+
+def test_a_site_killed_in_a_round_is_left_out_and_rejoins_with_its_own_model(
+    tmp_path: Path,
+) -> None:
+    """SIGKILL while client 2 works on round 0. It comes back at once, but what it was asked is
+    gone with it: the round ends at its deadline, without it."""
+    options = PROCESSES | {"deadline": 30}
+    folder = write_federation(tmp_path / "federation", options=options, rounds=2)
+    with network(tmp_path / "net") as net:
+        net.superlink()
+        nodes = [net.supernode(f"node-{n}", folder / f"site-{n}.yaml") for n in range(3)]
+        run = start(net, folder)
+        wait_until(lambda: "ROUND 0]" in nodes[2].text(), f"round 0 begins:\n{run.text()}")
+        nodes[2].kill()
+        assert not done(folder, 0)
+        net.supernode("node-2-again", folder / "site-2.yaml")
+        result = finish(run, folder)
+    lines = {line["round"]: line for line in rounds(folder)}
+    assert [lines[n]["clients"] for n in (-1, 0, 1)] == [[0, 1, 2], [0, 1], [0, 1, 2]]
+    assert lines[0]["absent"] == {"2": "no answer within 30 s"}
+    assert result.per_client()["client"].nunique() == 3
+    # The same without Flower: node 12 never hears of round 0 and comes back as node 13.
+    twin = write_federation(tmp_path / "twin", options={"deadline": 1}, rounds=2)
+    through = desk(twin)
+
+    def fate(node: int, task: Envelope) -> str | None:
+        if (node, task.header.round) == (12, 0):
+            through.sites[13] = through.sites[12]
+        return "dead" if node == 12 and 13 in through.sites else None
+
+    through.fate = fate
+    coordinate(twin / "coordinator.yaml", through, [].append)
+    for client in range(3):
+        ours = tensorfile.load(personal_checkpoint(folder, client))
+        for name, tensor in tensorfile.load(personal_checkpoint(twin, client)).items():
+            assert torch.allclose(ours[name], tensor, rtol=1e-4, atol=1e-6), (client, name)

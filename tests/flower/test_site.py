@@ -1,0 +1,308 @@
+"""A site: its data and model by file or import path, its checkpoint, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from perfed.config import Training
+from perfed.core import tensorfile
+from perfed.core.algorithm import algorithms
+from perfed.core.errors import ConfigError, PerfedError
+from perfed.core.message import Message
+from perfed.flower.protocol import FIRST, JOIN, PROTOCOL, ROUND, Envelope, Header
+from perfed.flower.site import Checkpoint, Plan, Site
+from tests.flower.processes import wait_until
+from tests.flower.setting import write_federation
+
+PLAN = Plan(
+    "trial",
+    0,
+    3,
+    10,
+    "common",
+    Training(steps=2, batch_size=8, public_batch_size=8, learning_rate=0.1),
+    algorithms.build({"name": "perfed-ckt", "clusters": 2}),
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_federation(tmp_path / "federation")
+
+
+def site(folder: Path, client: int = 0, **changes: Any) -> Site:
+    path = folder / f"site-{client}.yaml"
+    if changes:
+        path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | changes))
+    return Site.open(path, lambda line: None)
+
+
+def header(at: Site, kind: str, round: int = -1, run: str = "trial-1") -> Header:
+    return Header(kind, run, round, at.public)
+
+
+def join(at: Site, plan: Plan = PLAN, run: str = "trial-1") -> Envelope:
+    return at.answer(Envelope(header(at, JOIN, run=run), facts={"plan": plan.to_mapping()}))
+
+
+def play(at: Site, round: int, run: str = "trial-1") -> Envelope:
+    if round < 0:
+        return at.answer(Envelope(header(at, FIRST, -1, run)))
+    centroids = torch.full((2, 30, 10), 0.1)
+    return at.answer(Envelope(header(at, ROUND, round, run), Message(centroids=centroids)))
+
+
+def weights(folder: Path, run: str = "trial-1") -> dict[str, torch.Tensor]:
+    return tensorfile.load(folder / "state-0" / run / "personal.safetensors")
+
+
+def test_a_round_done_twice_is_trained_once(folder: Path) -> None:
+    join(site(folder))
+    first = play(site(folder), 0)
+    trained = weights(folder)
+    again = play(site(folder), 0)
+    assert torch.equal(first.message["soft_decisions"], again.message["soft_decisions"])
+    assert first.facts == again.facts
+    assert all(torch.equal(tensor, weights(folder)[name]) for name, tensor in trained.items())
+    play(site(folder), 1)
+    assert not torch.equal(weights(folder)["1.weight"], trained["1.weight"])
+
+
+def test_a_round_that_is_over_is_refused(folder: Path) -> None:
+    join(site(folder))
+    play(site(folder), 3)
+    assert play(site(folder), 2).refusal == "this site has done round 3: round 2 is over"
+
+
+def test_runs_do_not_touch_each_other(folder: Path) -> None:
+    for run in ("trial-1", "trial-2"):
+        join(site(folder), run=run)
+    play(site(folder), 0, "trial-1")
+    play(site(folder), 1, "trial-1")
+    once = weights(folder)
+    play(site(folder), 0, "trial-2")
+    assert all(torch.equal(tensor, weights(folder)[name]) for name, tensor in once.items())
+    assert not torch.equal(weights(folder, "trial-2")["1.weight"], once["1.weight"])
+
+
+@pytest.mark.parametrize(
+    ("task", "reason"),
+    [
+        (lambda h: replace(h, protocol=PROTOCOL + 1), "version 2 of the protocol, this side 1"),
+        (lambda h: replace(h, public="0" * 32), "the public set of the coordinator is 0000"),
+        (lambda h: replace(h, run="trial-9"), "has not joined trial-9"),
+        (lambda h: replace(h, run="../../etc"), "is no run's id"),
+    ],
+)
+def test_a_task_that_is_not_for_this_site_is_refused(folder: Path, task: Any, reason: str) -> None:
+    here = site(folder)
+    join(here)
+    answer = here.answer(Envelope(task(header(here, ROUND, 0)), Message(centroids=torch.ones(2))))
+    assert reason in answer.refusal
+    assert not answer.message
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"name": "other"}, "takes part in 'trial', not in 'other'"),
+        ({"classes": 7}, "has 10 classes, the run 7"),
+        ({"clients": 2}, "this site is client 2; the run's are 0 … 1"),
+    ],
+)
+def test_a_run_that_does_not_fit_is_not_joined(
+    folder: Path, changes: dict[str, Any], reason: str
+) -> None:
+    assert reason in join(site(folder, 2), replace(PLAN, **changes)).refusal
+
+
+def test_a_run_cannot_change_its_plan(folder: Path) -> None:
+    join(site(folder))
+    assert "another configuration" in join(site(folder), replace(PLAN, seed=1)).refusal
+
+
+def test_a_corrupt_checkpoint_is_reported_not_replaced(folder: Path) -> None:
+    join(site(folder))
+    play(site(folder), 0)
+    path = folder / "state-0" / "trial-1" / "checkpoint.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+    assert "is corrupt" in play(site(folder), 1).refusal
+    assert len(path.read_bytes()) == 1000
+
+
+def test_what_is_gained_is_told_at_the_site(folder: Path) -> None:
+    """Alone is local training, on the same mini-batches: with λ=0 there is nothing to gain."""
+    nothing = replace(
+        PLAN, algorithm=algorithms.build({"name": "perfed-ckt", "clusters": 2, "weight": 0.0})
+    )
+    join(site(folder, 1), nothing)
+    for round in range(3):
+        play(site(folder, 1), round)
+    report = folder / "state-1" / "trial-1" / "report.jsonl"
+    lines = [json.loads(line) for line in report.read_text().splitlines()]
+    assert [line["round"] for line in lines] == [0, 1, 2]
+    assert all(line["alone_test_loss"] == line["test_loss"] for line in lines)
+    assert all(line["gain"] == 0 for line in lines)
+    assert "alone" not in (join(site(folder, 0), nothing).facts)
+
+
+def test_a_site_may_save_the_cost_of_the_copy(folder: Path) -> None:
+    here = site(folder, alone=False)
+    join(here)
+    play(here, 0)
+    assert "alone" not in (folder / "state-0" / "trial-1" / "report.jsonl").read_text()
+
+
+def test_a_copy_that_diverges_is_nobody_elses_matter(folder: Path) -> None:
+    join(site(folder))
+    play(site(folder), 0)
+    path = folder / "state-0" / "trial-1" / "checkpoint.safetensors"
+    checkpoint = Checkpoint.load(path, torch.device("cpu"))
+    assert checkpoint.alone is not None
+    checkpoint.alone.weights.params["1.weight"].fill_(float("nan"))
+    checkpoint.save(path)
+    answer = play(site(folder), 1)
+    assert (answer.refusal, bool(answer.message)) == ("", True)
+    last = (path.parent / "report.jsonl").read_text().splitlines()[-1]
+    assert json.loads(last).keys() & {"gain", "alone_test_accuracy"} == set()
+
+
+def work_and_tell(folder: Path, ready: Any) -> None:
+    here = Site.open(folder / "site-0.yaml", lambda line: None)
+    ready.set()
+    for round in range(200):
+        play(here, round)
+
+
+def test_kill_9_at_any_moment_leaves_a_whole_checkpoint(folder: Path) -> None:
+    join(site(folder))
+    spawn = multiprocessing.get_context("spawn")
+    ready = spawn.Event()
+    worker = spawn.Process(target=work_and_tell, args=(folder, ready))
+    worker.start()
+    assert ready.wait(60)
+    checkpoint = folder / "state-0" / "trial-1" / "checkpoint.safetensors"
+    wait_until(checkpoint.is_file, "a first round")
+    worker.join(0.3)
+    assert worker.is_alive()
+    assert worker.pid is not None
+    os.kill(worker.pid, signal.SIGKILL)
+    worker.join()
+    done = join(site(folder)).facts["round"]
+    assert done >= 0
+    assert play(site(folder), done).message  # from the checkpoint
+    assert play(site(folder), done + 1).message
+
+
+OWN = """
+import numpy as np
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, shape, classes):
+        super().__init__()
+        layers = nn.Flatten(), nn.Linear(64, 5), nn.Tanh(), nn.Linear(5, classes)
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x):
+        return self.layers(x)
+
+def make(shape, classes):
+    return Net(shape, classes)
+
+def too_few(shape, classes):
+    return Net(shape, classes - 1)
+
+def load():
+    random = np.random.default_rng(0)
+    return random.normal(size=(40, 1, 8, 8)), np.arange(40) % 10
+
+def eleven():
+    x, y = load()
+    return x, y + 1
+
+def flat():
+    x, y = load()
+    return x.reshape(40, 64), y
+
+def broken():
+    x, y = load()
+    x[3] = np.nan
+    return x, y
+"""
+
+
+@pytest.mark.parametrize("place", ["own.py", "nets/own.py", "own_module"])
+def test_model_and_data_of_ones_own(
+    folder: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By file, relative to the site's configuration wherever one is, or by import path."""
+    path = folder / (place if place.endswith(".py") else f"{place}.py")
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(OWN)
+    monkeypatch.syspath_prepend(str(folder))
+    here = site(folder, model=f"{place}:Net", data={"source": f"{place}:load"})
+    data, model, _ = here.check()
+    assert "4 to validate, 20 to test, each 1×8×8" in data
+    assert f"{64 * 5 + 5 + 5 * 10 + 10} parameters" in model
+    assert join(here).facts["architecture"] == f"{place}:Net"
+    assert play(here, -1).message["soft_decisions"].shape == (30, 10)
+    assert play(here, 0).message["soft_decisions"].shape == (30, 10)
+    restored = tensorfile.load(folder / "state-0" / "trial-1" / "personal.safetensors")
+    assert {"layers.1.weight", "layers.3.bias"} <= restored.keys()
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"model": "own.py:too_few"}, r"gives outputs of shape \(9,\).*10 classes"),
+        ({"model": "own.py:Nett"}, "has no 'Nett'; did you mean 'Net'"),
+        ({"model": "nowhere.py:Net"}, "cannot import 'nowhere.py'"),
+        ({"data": {"source": "own.py:eleven"}}, "label 10 in the data"),
+        ({"data": {"source": "own.py:flat"}}, "public samples are .* own are"),
+        ({"data": {"source": "own.py:broken"}}, "not finite"),
+        ({"data": {"source": "own.py:make"}}, "failed: TypeError"),
+        ({"data": {}}, "either 'source' or 'dataset'"),
+        ({"public": {"file": "missing.npz"}}, "cannot read missing.npz"),
+        ({"clas": 3}, "did you mean 'class"),
+        ({"classes": 1}, "must be at least 2"),
+        ({"run": ""}, "run: missing"),
+        ({"device": "cuda:99"}, "cannot be used"),
+    ],
+)
+def test_a_mistake_is_found_before_joining(
+    folder: Path, changes: dict[str, Any], reason: str
+) -> None:
+    (folder / "own.py").write_text(OWN)
+    with pytest.raises(PerfedError, match=reason):
+        site(folder, **changes).check()
+
+
+def test_another_public_set_is_found_before_joining(folder: Path) -> None:
+    """By a single pixel."""
+    public = np.zeros((30, 1, 8, 8), np.float32)
+    np.savez(folder / "public.npz", public=public)
+    agreed = site(folder, public="public.npz").public
+    public[7, 0, 3, 3] += 1e-3
+    np.savez(folder / "public.npz", public=public)
+    with pytest.raises(ConfigError, match=f"not {agreed}"):
+        site(folder, public={"file": "public.npz", "hash": agreed})
+
+
+def test_bytes_of_a_public_set_are_scaled_as_those_of_a_dataset(folder: Path) -> None:
+    public = np.random.default_rng(0).integers(0, 256, (30, 1, 8, 8)).astype(np.uint8)
+    np.save(folder / "public.npy", public)
+    here = site(folder, public="public.npy")
+    assert here.samples.public_x.dtype == np.float32
+    assert (here.samples.public_x.min(), here.samples.public_x.max()) == (-1, 1)

@@ -1,0 +1,160 @@
+"""Tables 1 and 2: what is printed, what is run, what is shown."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from perfed.cli import app
+from perfed.paper import costs
+from perfed.paper.published import GRID, TABLE_1, TABLE_2
+from perfed.paper.tables import Plan, plan, plot, tables, tuned_settings, with_options
+from perfed.runs.tune import best
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+def test_the_published_costs_are_those_the_cost_column_is_compared_with() -> None:
+    column = {row.label: row.paper for row in costs.TABLE_1}
+    for row in TABLE_1:
+        label = row.label.replace(" (LM)", "").replace(" (GM)", "")
+        if row.cost is not None and label != "Scaffold":
+            assert row.cost == column[label], label
+
+
+def test_what_the_text_of_the_paper_says_of_its_tables() -> None:
+    first, second = (
+        {row.label: row.accuracy for row in table if row.accuracy} for table in (TABLE_1, TABLE_2)
+    )
+    clusters = [first[f"PerFed-CKT (c={c})"] for c in (1, 2, 3, 4)]
+    for column in (0, 1):  # "For both C=0.1 and C=0.15, c=3 achieves the best"
+        assert max(clusters, key=lambda row: row[column][0]) is first["PerFed-CKT (c=3)"]
+        assert max(first.values(), key=lambda row: row[column][0]) is first["FedFomo"]
+    assert second["PerFed-CKT (c=2)"][0][0] == 72.25
+    assert [len(choices) for choices in GRID.values()] == [5, 3, 3, 3, 6]
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_every_row_has_its_runs(number: Any) -> None:
+    chosen = plan(number, quick=True)
+    study = chosen.study("unused")
+    for row in chosen.rows:
+        names = [chosen.name(row.algorithm, 1 / 3, seed) for seed in (0, 1, 2)]
+        assert set(names) <= set(study.experiments)
+    methods = {str(row.algorithm) for row in chosen.rows}
+    assert len(study.experiments) == 3 * len(methods)
+    assert next(iter(study.experiments)).startswith("paper-C0.333-majority")
+
+
+def test_the_papers_settings() -> None:
+    whole = Plan()
+    experiment = whole.experiment({"name": "perfed-ckt", "clusters": 3}, 0.15, 2)
+    training = experiment.training
+    assert (training.learning_rate, training.batch_size) == (0.001, 64)
+    assert (training.steps, training.public_batch_size) == (50, 128)
+    assert experiment.algorithm.label() == "perfed-ckt (c=3, λ=2)"
+    assert (experiment.clients, experiment.clients_per_round, experiment.rounds) == (100, 15, 500)
+    assert (experiment.seed, experiment.evaluate_every) == (2, 10)
+    local = whole.experiment({"name": "local"}, 0.1, 0)
+    assert local.rounds == 50  # everyone trains, as often as a client is drawn in 500 rounds
+    assert experiment.partition.label() == "dirichlet"
+
+
+def test_the_tuned_settings_are_what_tuning_found() -> None:
+    settings = tuned_settings()
+    for name, chosen in settings.items():
+        result = json.loads((RESULTS / "tune" / f"{name}.json").read_text())
+        assert chosen == best(result), name
+        assert all(seed >= 1000 for seed in result["seeds"])
+    experiment = Plan(settings="tuned").experiment({"name": "perfed-ckt", "clusters": 1}, 0.1, 0)
+    assert experiment.training.learning_rate == settings["perfed-ckt"]["training.learning_rate"]
+    assert experiment.algorithm.weight == settings["perfed-ckt"]["algorithm.weight"]
+
+
+def fake(seed: int, accuracy: list[float], kind: str = "personal") -> dict[str, Any]:
+    mean = sum(accuracy) / len(accuracy)
+    at = {"test_accuracy": mean, "validation_accuracy": 0.5}
+    return {
+        "config": {"seed": seed, "clients": 4},
+        "curve": {kind: [[4, mean - 0.2, 0.5], [7, mean - 0.02, 0.5], [9, mean, 0.5]]},
+        "summary": {
+            "rounds": 10,
+            "models": {kind: dict.fromkeys(("last", "chosen", "best_test"), at)},
+            "traffic": {"up_parameters": 3_000_000, "down_parameters": 2_000_000},
+        },
+        "clients": {
+            "train_size": [2, 5, 50, 500],
+            "train_labels": [1, 2, 3, 5],
+            "test_accuracy": {kind: accuracy},
+        },
+    }
+
+
+def test_gains_are_counted_client_by_client() -> None:
+    chosen = Plan(fractions=(0.1,), seeds=(0, 1))
+    records = {
+        "paper-C0.1-local-seed0": fake(0, [0.5, 0.5, 0.5, 0.5]),
+        "paper-C0.1-local-seed1": fake(1, [0.4, 0.4, 0.4, 0.4]),
+        "paper-C0.1-perfed-ckt-1-seed0": fake(0, [0.7, 0.5, 0.49, 0.4]),
+        "paper-C0.1-perfed-ckt-1-seed1": fake(1, [0.4, 0.5, 0.4, 0.4]),
+    }
+    accuracy, gains, left_out = tables(chosen, records)
+    header = list(gains.header)
+    row = dict(zip(header, next(r for r in gains.rows if "c=1" in r[0]), strict=True))
+    assert row["all"] == f"{(20 + 0 - 1 - 10 + 0 + 10 + 0 + 0) / 8:+.1f}"
+    assert row["n 1-9"] == f"{(20 + 0 + 0 + 10) / 4:+.1f}"
+    assert row["n 10-99"] == "-0.5"
+    assert row["n 100-999"] == row["4+ labels"] == "-5.0"
+    assert row["1 label"] == "+10.0"
+    assert row["harmed %"] == f"{100 / 8:.0f}"
+    shown = dict(zip(accuracy.header, accuracy.rows[1], strict=True))
+    assert shown["last"] == "47.4 ± 6.9"
+    assert shown["of late"] == "+2.0"
+    assert shown["paper"] == "70.7 ± 0.5"
+    assert shown["difference"] == f"{47.375 - 70.70:+.1f}"
+    assert shown["cost"] == "10"  # 5 million in 10 rounds, over 200 rounds
+    assert ["FedFomo", "not run"] in [list(row) for row in left_out.rows]
+    assert len(plot(chosen, records).axes) == 1
+
+
+def test_the_whole_table_by_its_command(tmp_path: Path) -> None:
+    command = ["reproduce", "table2", "--quick", "--rounds", "2", "--seeds", "0", "--out"]
+    done = CliRunner().invoke(app, [*command, str(tmp_path), "--device", "cpu"])
+    assert done.exit_code == 0, done.output
+    for ending in ("json", "md", "tex", "png", "pdf"):
+        assert (tmp_path / f"table2.{ending}").stat().st_size > 500
+    records = json.loads((tmp_path / "table2.json").read_text())
+    assert len(records) == 7
+    assert "PerFed-CKT (c=4)" in done.output
+    architectures = next(iter(records.values()))["clients"]["architecture"]
+    assert len(set(architectures)) == 3
+    again = CliRunner().invoke(app, [*command, str(tmp_path), "--seconds", "0"])
+    assert again.stdout == done.stdout  # nothing is run again
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--settings", "mine"], "--settings: 'mine' is none of paper, tuned"),
+        (["--selection", "mine"], "--selection: 'mine' is none of uniform, by-size"),
+        (["--fractions", "a"], "--fractions: 'a' is not a list of numbers"),
+        (["--shard", "5/4"], "--shard: '5/4' is not a shard"),
+        (["--seconds", "0"], "has no finished run yet"),
+    ],
+)
+def test_bad_options(options: list[str], message: str, tmp_path: Path) -> None:
+    from perfed.core.errors import PerfedError
+
+    command = ["reproduce", "table1", "--quick", "--out", str(tmp_path), *options]
+    done = CliRunner().invoke(app, command)
+    assert isinstance(done.exception, PerfedError)
+    assert message in str(done.exception)
+
+
+def test_options_replace_the_plans_own() -> None:
+    chosen = with_options(plan(1, quick=False), "tuned", 50, "by-size", [0.1], [7])
+    assert (chosen.settings, chosen.rounds, chosen.selection) == ("tuned", 50, "by-size")
+    assert (chosen.fractions, chosen.seeds) == ((0.1,), (7,))
+    assert with_options(plan(1, quick=True)) == plan(1, quick=True)

@@ -1,0 +1,85 @@
+"""The search: by validation, never by test, and nothing forgotten."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from perfed.core.errors import ConfigError
+from perfed.runs.tune import Search, best, tables
+from tests.conftest import SEQUENTIAL, TINY
+
+GRID = {"training.learning_rate": (0.1, 0.05, 0.01), "algorithm.weight": (0.5, 2.0)}
+
+
+def fake(validation: float, test: float) -> dict[str, Any]:
+    last = {"validation_accuracy": validation, "test_accuracy": test}
+    return {"summary": {"models": {"personal": {"last": last}}}, "environment": {}}
+
+
+def test_the_best_is_best_on_validation_whatever_test_says() -> None:
+    search = Search(TINY, GRID, seeds=(7, 8))
+    validation = {0.1: 0.5, 0.05: 0.9, 0.01: 0.7}
+    records = {
+        search.name(choice, seed): fake(
+            validation[dict(choice)["training.learning_rate"]] + 0.01 * (seed == 8),
+            1 - validation[dict(choice)["training.learning_rate"]],
+        )
+        for choice in search.choices()
+        for seed in (7, 8)
+    }
+    result = search.result(records)
+    assert best(result)["training.learning_rate"] == 0.05
+    assert [len(trial["validation_accuracy"]) for trial in result["trials"]] == [2] * 6
+    assert len(tables(result)[0].rows) == 6
+
+
+def test_a_trial_without_all_its_seeds_does_not_count() -> None:
+    search = Search(TINY, {"training.learning_rate": (0.1, 0.01)}, seeds=(7, 8))
+    first, second = search.choices()
+    records = {
+        search.name(first, 7): fake(0.99, 0.99),
+        search.name(second, 7): fake(0.2, 0.2),
+        search.name(second, 8): fake(0.2, 0.2),
+    }
+    assert best(search.result(records)) == dict(second)
+
+
+def test_every_trial_is_run_recorded_and_differs_as_the_grid_says(tmp_path: Path) -> None:
+    search = Search(TINY, GRID, trials=4)
+    study = search.study(tmp_path)
+    study.run(SEQUENTIAL)
+    result = search.result(study.records())
+    assert len(result["trials"]) == result["of"] == 4
+    scores = [trial["validation_accuracy"][0] for trial in result["trials"]]
+    assert scores == sorted(scores, reverse=True)
+    for choice in search.choices():
+        config = study.records()[search.name(choice, 1000)]["config"]
+        assert config["training"]["learning_rate"] == dict(choice)["training.learning_rate"]
+        assert config["algorithm"]["weight"] == dict(choice)["algorithm.weight"]
+        assert config["seed"] == 1000
+
+
+def test_a_drawn_part_of_the_grid_is_a_part_of_it_and_always_the_same() -> None:
+    few, everything = Search(TINY, GRID, trials=4).choices(), Search(TINY, GRID).choices()
+    assert len(everything) == len(set(everything)) == 6
+    assert set(few) < set(everything)
+    assert few == Search(TINY, GRID, trials=4).choices()
+    assert Search(TINY, GRID, trials=99).choices() == everything
+
+
+def test_what_diverged_is_said_and_never_chosen(tmp_path: Path) -> None:
+    search = Search(TINY, {"training.learning_rate": (1e30, 0.01)})
+    study = search.study(tmp_path)
+    study.run(SEQUENTIAL)
+    result = json.loads(json.dumps(search.result(study.records()), allow_nan=False))
+    assert best(result) == {"training.learning_rate": 0.01}
+    assert [row[-1] for row in tables(result)[0].rows][-1] == "diverged"
+
+
+def test_one_algorithm_at_a_time() -> None:
+    several = TINY | {"algorithms": ["local", "fedavg"]}
+    del several["algorithm"]
+    with pytest.raises(ConfigError, match="one algorithm is tuned at a time"):
+        Search(several, GRID).study("unused")
