@@ -11,14 +11,14 @@ import argparse
 import json
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 import perfed
-from perfed.bench import paper_experiment
-from perfed.core.algorithm import Client
+from perfed.bench import OnlyTraining, paper_experiment
 from perfed.core.message import Message
 from perfed.engines.stacked.recorded import RecordedTraining
 from perfed.runs.directory import environment
@@ -30,13 +30,12 @@ STEPS = 50
 def recorded_step() -> RecordedTraining:
     with tempfile.TemporaryDirectory() as folder:
         how = perfed.Execution(engine="stacked", precision="bf16")
-        simulation = Simulation(paper_experiment(Path(folder)), how=how)
-    teacher = torch.full((len(simulation.population.public_x), 10), 0.1, device=simulation.device)
-
-    def train(client: Client, message: Message) -> None:
-        client.sgd(client.weights, simulation.algorithm.objective, teacher)  # type: ignore[attr-defined]
-
-    simulation.population.run(train, {k: Message() for k in simulation._select(0)}, 0)
+        experiment = replace(paper_experiment(Path(folder)), algorithm=OnlyTraining(clusters=1))
+        simulation = Simulation(experiment, how=how)
+    population = simulation.population
+    teacher = torch.full((len(population.public_x), 10), 0.1, device=simulation.device)
+    messages = dict.fromkeys(simulation._select(0), Message(teacher=teacher))
+    simulation.engine.perform([population.call("client_round", messages, 0)])
     recordings = simulation.engine._recordings.values()  # type: ignore[attr-defined]
     return next(one for one in recordings if isinstance(one, RecordedTraining))
 

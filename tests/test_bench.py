@@ -18,6 +18,7 @@ def test_the_table_and_the_json_say_the_same(monkeypatch: pytest.MonkeyPatch) ->
     small = replace(tiny(), name="small")
     monkeypatch.setattr(bench, "default_experiment", lambda: small)
     monkeypatch.setattr(bench, "REPEATS", 1)
+    monkeypatch.setattr(bench, "has_ray", lambda: False)
     monkeypatch.setattr(bench, "peak_flops", lambda device: {"float32": 1e9})
     made: list[dict[str, Any]] = []
     original = bench.bench

@@ -1,4 +1,4 @@
-"""Both engines on the same work, in one run: how fast, and how far from the machine's limit.
+"""The engines on the same work, in one run: how fast, and how far from the machine's limit.
 
 On a CPU the work is the embedded default. On a GPU it is the paper's: ten clients with VGG11 and
 BatchNorm, 64 private and 128 public samples a step, on images made up of noise, since what they
@@ -7,6 +7,7 @@ show does not matter for the time.
 
 from __future__ import annotations
 
+import importlib.util
 import statistics
 import tempfile
 import time
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from perfed.algorithms.perfed_ckt import PerFedCKT
 from perfed.config import Comparison, Experiment, load
 from perfed.core.algorithm import Client
 from perfed.core.channel import Channel
@@ -52,6 +54,14 @@ class Contender:
     """How many steps are timed at once."""
 
 
+class OnlyTraining(PerFedCKT):
+    """The training of a round of PerFed-CKT, with the teacher that comes, and nothing kept."""
+
+    def client_round(self, client: Client, message: Message) -> Message:
+        client.sgd(client.weights, self.objective, message["teacher"])
+        return Message()
+
+
 def bench(device: str = "auto") -> dict[str, Any]:
     """Time every engine; the result can be written as JSON."""
     found = Execution(device=device).torch_device()
@@ -70,12 +80,18 @@ def bench(device: str = "auto") -> dict[str, Any]:
                 Contender("sequential", "float32", experiment.training.steps),
                 Contender("stacked", "float32", experiment.training.steps),
             ]
+            if has_ray():
+                contenders.append(Contender("ray", "float32", experiment.training.steps))
         return {
             "work": experiment.to_mapping(),
             "environment": environment(found),
             "rows": compare_engines(experiment, contenders, found),
             "peak_flops": peak_flops(found),
         }
+
+
+def has_ray() -> bool:
+    return importlib.util.find_spec("ray") is not None
 
 
 def default_experiment() -> Experiment:
@@ -106,13 +122,12 @@ def compare_engines(
                 "device": str(device),
             },
         )
-        simulation = Simulation(replace(experiment, training=training), how=how)
-        with cpu_threads(fitting_threads(simulation.population)):
-            row = time_training(simulation, contender.steps)
+        work = replace(experiment, training=training)
+        with how.several_runs():
+            row = measured(replace(work, algorithm=OnlyTraining(clusters=1)), how, time_training)
             if device.type == "cpu":
-                row |= time_round(simulation)
-        rows.append({"engine": contender.engine, "precision": contender.precision, **row})
-        del simulation
+                row |= measured(work, how, time_round)
+        rows.append(row)
     # Against the fastest way of running clients one after another.
     sequential = min(row["step_ms"] for row in rows if row["engine"] == "sequential")
     for row in rows:
@@ -122,24 +137,34 @@ def compare_engines(
     return rows
 
 
-def time_training(simulation: Simulation, steps: int) -> dict[str, Any]:
-    """One SGD step of all clients of a round, and nothing else."""
+def measured(
+    experiment: Experiment, how: Execution, measure: Callable[[Simulation], dict[str, Any]]
+) -> dict[str, Any]:
+    simulation = Simulation(experiment, how=how)
+    try:
+        with cpu_threads(fitting_threads(simulation.population)):
+            return simulation.engine.facts() | measure(simulation)
+    finally:
+        simulation.engine.close()
+
+
+def time_training(simulation: Simulation) -> dict[str, Any]:
+    """One SGD step of all clients of a round, and nothing else; the algorithm is OnlyTraining."""
     population, experiment = simulation.population, simulation.experiment
     teacher = torch.full((len(population.public_x), population.classes), 1 / population.classes)
-    teacher = teacher.to(population.device)
+    message = Message(teacher=teacher.to(population.device))
     clients = simulation._select(0)
 
-    def train(client: Client, message: Message) -> None:
-        client.sgd(client.weights, simulation.algorithm.objective, teacher)  # type: ignore[attr-defined]
-
     def work() -> None:
-        population.run(train, {client: Message() for client in clients}, 0)
+        simulation.engine.perform(
+            [population.call("client_round", dict.fromkeys(clients, message), 0)]
+        )
 
     warm_up, seconds = timed(work, population.device)
     training = experiment.training
     samples = len(clients) * (training.batch_size + training.public_batch_size)
     flops = sum(flops_of_step(simulation, client) for client in clients)
-    step = seconds / steps
+    step = seconds / training.steps
     return {
         "clients": len(clients),
         "step_ms": 1e3 * step,
@@ -221,9 +246,10 @@ def render(result: dict[str, Any]) -> str:
         f"{'GFLOP/s':>10}{'floor, ms':>11}" + (f"{'ms a round':>12}{'ratio':>8}" if rounds else ""),
     ]
     for row in result["rows"]:
+        name = row["engine"] + (f" ×{row['workers']}" if "workers" in row else "")
         floor = 1e3 * row["flops_per_step"] / result["peak_flops"][row["precision"]]
         lines.append(
-            f"{row['engine']:<12}{row['precision']:<11}{row['step_ms']:>10.2f}"
+            f"{name:<12}{row['precision']:<11}{row['step_ms']:>10.2f}"
             f"{row['step_ratio']:>7.1f}×{row['samples_per_second']:>12,.0f}"
             f"{row['flops_per_second'] / 1e9:>10,.0f}{floor:>11.2f}"
             + (f"{row['round_ms']:>12.0f}{row['round_ratio']:>7.1f}×" if rounds else "")
@@ -231,4 +257,6 @@ def render(result: dict[str, Any]) -> str:
     lines.append("\nfloor: the step's arithmetic at the rate of a large matrix product here")
     if rounds:
         lines.append("round: training, soft decisions, clustering, evaluation of all clients")
+    if any("workers" in row for row in result["rows"]):
+        lines.append("×2: with two workers, each a process with one thread")
     return "\n".join(lines)

@@ -71,7 +71,16 @@ OutOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the final summary as JSON only.")]
 EngineOption = Annotated[
     str,
-    typer.Option("--engine", help="sequential (one client after another), stacked (all as one)"),
+    typer.Option(
+        "--engine",
+        help="sequential (one client after another), stacked (all as one), ray (so, on workers)",
+    ),
+]
+WorkersOption = Annotated[
+    int,
+    typer.Option(
+        "--workers", metavar="N", help="With --engine ray; 0: one for each GPU, or else core."
+    ),
 ]
 DeviceOption = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, …")]
 PrecisionOption = Annotated[
@@ -105,13 +114,14 @@ def run(
     ] = None,
     as_json: JsonOption = False,
     engine: EngineOption = "auto",
+    workers: WorkersOption = 0,
     device: DeviceOption = "auto",
     precision: PrecisionOption = "auto",
     store_limit: StoreOption = None,
     checkpoint_seconds: CheckpointOption = 10.0,
 ) -> None:
     """Run an experiment; without a FILE, the embedded example (a minute on a laptop)."""
-    how = _execution(engine, device, precision, store_limit, checkpoint_seconds)
+    how = _execution(engine, workers, device, precision, store_limit, checkpoint_seconds)
     if resume is not None:
         if file or set_ or out:
             raise ConfigError("takes no FILE, --set or --out: the run has its own", "--resume")
@@ -136,6 +146,7 @@ def compare(
     as_json: JsonOption = False,
     side_by_side: SideBySideOption = False,
     engine: EngineOption = "auto",
+    workers: WorkersOption = 0,
     device: DeviceOption = "auto",
     precision: PrecisionOption = "auto",
     store_limit: StoreOption = None,
@@ -153,7 +164,7 @@ def compare(
         values["seeds"] = _parse_seeds(seeds)
     values.setdefault("algorithms", ["perfed-ckt"])
     what = parse(values)
-    how = _execution(engine, device, precision, store_limit, checkpoint_seconds)
+    how = _execution(engine, workers, device, precision, store_limit, checkpoint_seconds)
     _execute(what, _target(what, out), as_json, how, side_by_side)
 
 
@@ -183,7 +194,7 @@ def list_(
 
 @app.command()
 def bench(device: DeviceOption = "auto", as_json: JsonOption = False) -> None:
-    """Time both engines on the same work: a minute or two."""
+    """Time the engines on the same work: a minute or two."""
     result = timing.bench(device)
     print(json.dumps(result, indent=1) if as_json else timing.render(result))
 
@@ -215,6 +226,7 @@ def reproduce(
     seconds: SecondsOption = float("inf"),
     side_by_side: SideBySideOption = False,
     engine: EngineOption = "auto",
+    workers: WorkersOption = 0,
     device: DeviceOption = "auto",
     precision: PrecisionOption = "auto",
     checkpoint_seconds: CheckpointOption = 10.0,
@@ -243,7 +255,7 @@ def reproduce(
             None if seeds is None else _parse_seeds(seeds),
         )
         study = plan.study(out / what)
-        how = _execution(engine, device, precision, None, checkpoint_seconds)
+        how = _execution(engine, workers, device, precision, None, checkpoint_seconds)
         _run_study(study, how, shard, seconds, side_by_side)
         result = study.records()
         if not result:
@@ -283,6 +295,7 @@ def tune(
     seconds: SecondsOption = float("inf"),
     side_by_side: SideBySideOption = False,
     engine: EngineOption = "auto",
+    workers: WorkersOption = 0,
     device: DeviceOption = "auto",
     precision: PrecisionOption = "auto",
     checkpoint_seconds: CheckpointOption = 10.0,
@@ -301,7 +314,7 @@ def tune(
     )
     path = out or Path("runs", f"tune-{values.get('name', 'experiment')}")
     study = search.study(path)
-    how = _execution(engine, device, precision, None, checkpoint_seconds)
+    how = _execution(engine, workers, device, precision, None, checkpoint_seconds)
     _run_study(study, how, shard, seconds, side_by_side)
     result = search.result(study.records())
     shown = tuning.tables(result)
@@ -391,6 +404,7 @@ def _target(what: Experiment | Comparison, out: Path | None) -> Path:
 
 def _execution(
     engine: str,
+    workers: int,
     device: str,
     precision: str,
     store_limit: float | None,
@@ -398,6 +412,7 @@ def _execution(
 ) -> Execution:
     values = {
         "engine": engine,
+        "workers": workers,
         "device": device,
         "precision": precision,
         "store_limit": float("inf") if store_limit is None else store_limit,

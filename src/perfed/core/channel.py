@@ -11,14 +11,14 @@ Two counts, both per direction:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
 from perfed.core.message import Message
 from perfed.core.tensorfile import encoded_size
+from perfed.core.tree import identity
 
 
 @dataclass
@@ -47,9 +47,9 @@ class Channel:
 
     def down(self, messages: Mapping[int, Message]) -> Mapping[int, Message]:
         """Server to clients."""
-        distinct: dict[tuple[Any, ...], Tensor] = {}
+        distinct: dict[Hashable, Tensor] = {}  # what is one tensor is broadcast as one thing
         for message in messages.values():
-            distinct |= {_identity(tensor): tensor for tensor in _parameter_arrays(message)}
+            distinct |= {identity(tensor): tensor for tensor in _parameter_arrays(message)}
             self.total.down_bytes += encoded_size(message.arrays)
         self.total.down_parameters += sum(tensor.numel() for tensor in distinct.values())
         return messages
@@ -60,11 +60,6 @@ class Channel:
             self.total.up_bytes += encoded_size(message.arrays)
             self.total.up_parameters += sum(t.numel() for t in _parameter_arrays(message))
         return messages
-
-
-def _identity(tensor: Tensor) -> tuple[Any, ...]:
-    """Two tensors are one thing broadcast when they are the same view of the same memory."""
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _parameter_arrays(message: Message) -> list[Tensor]:

@@ -7,8 +7,8 @@ nested dictionaries whose leaves are tensors, and in which a model's tensors are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,11 @@ class Weights(NamedTuple):
         return Weights(*({name: t.detach().clone() for name, t in part.items()} for part in self))
 
 
+def identity(tensor: Tensor) -> Hashable:
+    """Equal for the same view of the same memory: one thing, however many hold it."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
 def squared_distance(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> Tensor:
     """‖left − right‖² over all tensors."""
     return torch.stack([(left[name] - right[name]).square().sum() for name in left]).sum()
@@ -47,6 +52,27 @@ def combine(models: Sequence[Weights], function: Callable[[Sequence[Tensor]], Te
             for parts in zip(*models, strict=True)
         )
     )
+
+
+Owner = TypeVar("Owner")
+
+
+def find_not_finite(
+    tensors: Mapping[Owner, Sequence[tuple[str, Tensor]]],
+) -> tuple[Owner, str] | None:
+    """The first tensor that is not finite, of those named by owner; a device is waited for once."""
+    pieces: dict[torch.device, list[Tensor]] = {}
+    for owned in tensors.values():
+        for _, tensor in owned:
+            if tensor.is_floating_point():
+                pieces.setdefault(tensor.device, []).append(tensor.reshape(-1))
+    if all(bool(torch.cat(flat).isfinite().all()) for flat in pieces.values()):
+        return None
+    for owner, owned in tensors.items():
+        for name, tensor in owned:
+            if not torch.isfinite(tensor).all():
+                return owner, name
+    return None
 
 
 Tree = dict[str, Any]  # str → Tensor | Weights | Tree

@@ -2,21 +2,23 @@
 
 A client method of an algorithm runs as a *job*. Whatever is heavy in it (training, a forward pass)
 it does not do itself: it asks for it, with a request, and waits for the answer. How jobs take
-turns, and how requests are answered, is all an engine decides.
+turns, and how requests are answered, is all an engine decides. A simulation does not see jobs: it
+makes a *call*, one method for several clients, wherever those live.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from perfed.core.algorithm import Objective, Private, Public
+from perfed.core.message import Message
 from perfed.core.streams import stream_key, torch_stream, uniform_indices
 from perfed.core.tree import Tree, Weights
 from perfed.engines.precision import Precision
@@ -101,8 +103,34 @@ class Job:
         return client.population.seed, self.purpose, client.id, client.round
 
 
+Method = Literal["first_message", "client_round", "models", "judge"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One method, for each client of a population that has a message here."""
+
+    population: Population
+    method: Method
+    messages: Mapping[int, Message]
+    round: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the server and the run directory learn of what a client did."""
+
+    reply: Message | None
+    changed: bool
+    """Whether it has something new to keep."""
+    facts: Mapping[str, float]
+    """The numbers in its state: its cluster, say."""
+    fault: str | None
+    """The name of a tensor that is not finite."""
+
+
 class Engine(Protocol):
-    """How jobs execute."""
+    """Where and how clients execute."""
 
     name: str
     precision: Precision
@@ -110,11 +138,27 @@ class Engine(Protocol):
     def expect(self, population: Population, clients_a_round: int) -> None:
         """Make ready for a population of which so many clients train in a round."""
 
-    def perform(self, jobs: Sequence[Job]) -> list[Any]:
-        """What each job's work returned."""
+    def perform(self, calls: Sequence[Call]) -> list[Any]:
+        """What each call gives, in the order of its messages: an :class:`Outcome` by client, for
+        ``models`` the models by client, for ``judge`` a column of all clients for each number."""
+
+    def commit(self, population: Population) -> None:
+        """Keep what the last round changed; without this it leaves no trace."""
+
+    def collect(self, population: Population) -> None:
+        """Have all that clients keep in ``population.records``, wherever they live."""
+
+    def perform_jobs(self, jobs: Sequence[Job]) -> list[Any]:
+        """What each job's work returned, of clients in this process."""
 
     def answer(self, request: Request) -> Any:
-        """Weights for :class:`Sgd`, logits for :class:`Logits`."""
+        """Weights for :class:`Sgd`, logits for :class:`Logits`, of a client in this process."""
+
+    def facts(self) -> dict[str, Any]:
+        """What a run directory says of how it was executed."""
+
+    def close(self) -> None:
+        """Give back what is not this process's memory."""
 
 
 class EngineClient:

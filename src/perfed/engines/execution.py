@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -22,9 +23,12 @@ SMALL_MODEL = 1_000_000  # parameters
 class Execution(Options):
     """Where and how clients execute."""
 
-    engine: Literal["auto", "sequential", "stacked"] = option(
-        "auto", "one client after another, or all clients of one architecture as one"
+    engine: Literal["auto", "sequential", "stacked", "ray"] = option(
+        "auto",
+        "one client after another, all clients of one architecture as one, or so on each of "
+        "several workers",
     )
+    workers: int = option(0, "with engine ray; 0: one for each GPU, or else for each core", ge=0)
     device: str = option("auto", "cpu, cuda, cuda:1, …; a GPU where there is one")
     precision: Literal["auto", "float32", "tf32", "bf16"] = option(
         "auto", "in which numbers networks compute; float32, or what a resumed run began with"
@@ -34,6 +38,14 @@ class Execution(Options):
     )
     checkpoint_seconds: float = option(10.0, "a checkpoint at most every so many seconds", ge=0)
     save_models: bool = option(True, "keep every client's final model in the run directory")
+
+    def validate(self) -> None:
+        if self.workers and self.engine != "ray":
+            raise ConfigError("only the engine ray has workers", "workers")
+        if self.engine == "ray" and self.device not in ("auto", "cpu", "cuda"):
+            raise ConfigError(
+                f"Ray gives every worker a GPU of its own: cpu or cuda, not {self.device}", "device"
+            )
 
     def torch_device(self) -> torch.device:
         name = self.device
@@ -53,6 +65,10 @@ class Execution(Options):
     def build_engine(self, largest_model: int) -> Engine:
         """The engine asked for; of itself, the one that was faster in ``benchmarks/``."""
         precision = PRECISIONS["float32" if self.precision == "auto" else self.precision]
+        if self.engine == "ray":
+            from perfed.engines.ray import RayEngine
+
+            return RayEngine(precision, self.device, self.workers)
         device, name = self.torch_device(), self.engine
         if precision.name == "tf32" and device.type != "cuda":
             raise ConfigError("tf32 is a GPU's; a CPU has float32 and bf16", "--precision")
@@ -63,6 +79,14 @@ class Execution(Options):
         if name == "sequential":
             return SequentialEngine(precision)
         return StackedEngine(precision, record=device.type == "cuda")
+
+    def several_runs(self) -> AbstractContextManager[Any]:
+        """Around runs one after another: the workers of the first serve the others too."""
+        if self.engine != "ray":
+            return nullcontext()
+        from perfed.engines.ray import session
+
+        return session()
 
 
 def fitting_threads(population: Population) -> int:

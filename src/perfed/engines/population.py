@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from perfed.core.message import Message
 from perfed.core.metrics import PARTS
 from perfed.core.tree import Weights
 from perfed.data import Federation
-from perfed.engines.base import ClientRecord, Engine, EngineClient, Job, Logits
+from perfed.engines.base import Call, ClientRecord, Engine, EngineClient, Job, Logits, Method
 from perfed.engines.store import ClientStore
 from perfed.models import Models, build_module, initial_weights
 
@@ -44,6 +44,13 @@ class Population:
         self.device = device
         self.engine: Engine
         """Set by whoever runs these clients."""
+        self.networks = models
+        self._tasks: dict[str, tuple[Callable[[Any, Message], Any], str]] = {
+            "first_message": (self._first_message, "module"),
+            "client_round": (algorithm.client_round, "module"),
+            "models": (algorithm.models, "judged-module"),
+            "judge": (self._judge, "judged-module"),
+        }
         dealt = models.deal(federation.train_sizes, seed)
         labels = {architecture: architecture.label() for architecture in dict.fromkeys(dealt)}
         self.architectures = [labels[architecture] for architecture in dealt]
@@ -55,26 +62,49 @@ class Population:
             for architecture, label in labels.items()
         }
         self._initial: dict[tuple[str, int], Weights] = {}
-        dtype = torch.get_default_dtype()
-        samples = federation.samples
-        self.x = torch.as_tensor(samples.x, dtype=dtype, device=device)
-        self.y = torch.as_tensor(samples.y, device=device)
-        self.public_x = torch.as_tensor(samples.public_x, dtype=dtype, device=device)
         self.records = ClientStore(device) if store is None else store
+        self.pending: dict[int, ClientRecord] = {}
+        """What a round has changed, until it is whole."""
+
+    # Samples go to the device when they are first used: where clients live elsewhere, never.
+
+    @cached_property
+    def x(self) -> Tensor:
+        return self._numbers(self.federation.samples.x)
+
+    @cached_property
+    def y(self) -> Tensor:
+        return torch.as_tensor(self.federation.samples.y, device=self.device)
+
+    @cached_property
+    def public_x(self) -> Tensor:
+        return self._numbers(self.federation.samples.public_x)
+
+    def _numbers(self, values: np.ndarray) -> Tensor:
+        return torch.as_tensor(values, dtype=torch.get_default_dtype(), device=self.device)
+
+    def call(self, method: Method, messages: Mapping[int, Message], round: int) -> Call:
+        return Call(self, method, messages, round)
+
+    def jobs(self, call: Call) -> list[Job]:
+        """One job for each message."""
+        task, purpose = self._tasks[call.method]
+        return self._jobs(task, call.messages, call.round, purpose)
 
     def run(
         self, task: Task, messages: Mapping[int, Message], round: int
     ) -> tuple[dict[int, Message], dict[int, ClientRecord]]:
-        """Each client's reply to its message, and what those that changed then hold.
+        """Each client's reply to its message in any task, and what those that changed then hold.
 
-        The records are not stored yet: :meth:`commit` does that, once the round is whole.
+        The records are not stored yet: :meth:`commit` does that.
         """
-        jobs = self.jobs(task, messages, round)
-        return outcome(jobs, self.engine.perform(jobs))
+        jobs = self._jobs(task, messages, round, "module")
+        returned = zip(jobs, self.engine.perform_jobs(jobs), strict=True)
+        replies = {job.client.id: reply for job, reply in returned if reply is not None}
+        return replies, changed_records(jobs)
 
-    def jobs(self, task: Task, messages: Mapping[int, Message], round: int) -> list[Job]:
-        """One job for each message."""
-        return self._jobs(task, messages, round, "module")
+    def commit(self, records: Mapping[int, ClientRecord]) -> None:
+        self.records.update(records)
 
     def _jobs(
         self,
@@ -89,27 +119,22 @@ class Population:
             jobs.append(Job(client, partial(task, client, message), purpose))
         return jobs
 
-    def commit(self, records: Mapping[int, ClientRecord]) -> None:
-        self.records.update(records)
-
     def models(self, client: int, message: Message, round: int) -> dict[str, Judged]:
         """The models of ``client`` that the algorithm wants judged."""
-        models: dict[str, Judged]
-        (models,) = self.engine.perform(self.model_jobs({client: message}, round))
-        return models
-
-    def model_jobs(self, messages: Mapping[int, Message], round: int) -> list[Job]:
-        return self._jobs(self.algorithm.models, messages, round, "judged-module")
+        (models,) = self.engine.perform([self.call("models", {client: message}, round)])
+        judged: dict[str, Judged] = models[client]
+        return judged
 
     def evaluate(
         self, messages: Mapping[int, Message], round: int
     ) -> dict[str, dict[str, np.ndarray]]:
         """Per model kind, one number per client: ``{"personal": {"test_accuracy": …}}``."""
-        jobs = self.evaluation_jobs(messages, round)
-        return evaluation(self.engine.perform(jobs))
+        columns: dict[str, dict[str, np.ndarray]]
+        (columns,) = self.engine.perform([self.call("judge", messages, round)])
+        return columns
 
-    def evaluation_jobs(self, messages: Mapping[int, Message], round: int) -> list[Job]:
-        return self._jobs(self._judge, messages, round, "judged-module")
+    def _first_message(self, client: Client, message: Message) -> Message | None:
+        return self.algorithm.first_message(client)
 
     def _judge(self, client: EngineClient, message: Message) -> dict[str, dict[str, Tensor]]:
         """The numbers of one client, by model kind."""
@@ -169,32 +194,10 @@ class Population:
         return len(self.federation.splits[client].train)
 
 
-def outcome(
-    jobs: Sequence[Job], results: Sequence[Message | None]
-) -> tuple[dict[int, Message], dict[int, ClientRecord]]:
-    """Replies, and the records of the clients that changed."""
-    replies = {
-        job.client.id: result
-        for job, result in zip(jobs, results, strict=True)
-        if result is not None
-    }
-    records = {
+def changed_records(jobs: Sequence[Job]) -> dict[int, ClientRecord]:
+    """What those clients now hold that have something new to keep."""
+    return {
         job.client.id: ClientRecord(job.client.weights, job.client.state)
         for job in jobs
         if job.client.changed()
     }
-    return replies, records
-
-
-def evaluation(
-    judged: Sequence[Mapping[str, Mapping[str, Tensor]]],
-) -> dict[str, dict[str, np.ndarray]]:
-    """One column for each number of each model kind, from the device in one piece."""
-    names = [(kind, name) for kind, numbers in judged[0].items() for name in numbers]
-    table = torch.stack([client[kind][name] for kind, name in names for client in judged])
-    columns: dict[str, dict[str, np.ndarray]] = {}
-    for (kind, name), column in zip(
-        names, table.reshape(len(names), len(judged)).cpu().numpy(), strict=True
-    ):
-        columns.setdefault(kind, {})[name] = column
-    return columns

@@ -15,24 +15,17 @@ from torch.func import functional_call
 from perfed.core.algorithm import Network, trainable
 from perfed.core.tree import Weights
 from perfed.engines.base import Job, Logits, Request, Sgd, mini_batches
-from perfed.engines.population import Population
-from perfed.engines.precision import FLOAT32, Precision
+from perfed.engines.local import LocalEngine
 
 EVALUATION_BATCH = 2048
 
 
-class SequentialEngine:
+class SequentialEngine(LocalEngine):
     """Performs one job after another, and answers every request at once."""
 
     name = "sequential"
 
-    def __init__(self, precision: Precision = FLOAT32) -> None:
-        self.precision = precision
-
-    def expect(self, population: Population, clients_a_round: int) -> None:
-        """Nothing to make ready."""
-
-    def perform(self, jobs: Sequence[Job]) -> list[Any]:
+    def perform_jobs(self, jobs: Sequence[Job]) -> list[Any]:
         results = []
         for job in jobs:
             job.client.ask = self.answer

@@ -24,7 +24,7 @@ class ClientStore(MutableMapping[int, ClientRecord]):
 
     def __init__(self, device: torch.device, limit: int | None = None) -> None:
         self._device = device
-        self._limit = limit
+        self.limit = limit
         self._memory: dict[int, ClientRecord] = {}  # the one used longest ago comes first
         self._sizes: dict[int, int] = {}
         self._bytes = 0
@@ -37,7 +37,7 @@ class ClientStore(MutableMapping[int, ClientRecord]):
         if client in self._on_disk:
             self[client] = self._read(client)
         record = self._memory[client]
-        if self._limit is not None:  # it is now the one used last
+        if self.limit is not None:  # it is now the one used last
             self._memory[client] = self._memory.pop(client)
         return record
 
@@ -45,11 +45,11 @@ class ClientStore(MutableMapping[int, ClientRecord]):
         if client in self:
             del self[client]
         self._memory[client] = record
-        if self._limit is None:
+        if self.limit is None:
             return
         self._sizes[client] = _size(record)
         self._bytes += self._sizes[client]
-        while self._bytes > self._limit and len(self._memory) > 1:
+        while self._bytes > self.limit and len(self._memory) > 1:
             self._spill(next(iter(self._memory)))
 
     def __delitem__(self, client: int) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from perfed.config import Comparison, Experiment, parse, read_mapping
 from perfed.core.errors import Diverged, RunError
 from perfed.core.threads import cpu_threads
-from perfed.engines import Engine, Execution, Job
+from perfed.engines import Call, Engine, Execution
 from perfed.engines.execution import fitting_threads
 from perfed.runs.coordinator import Callback, Steps
 from perfed.runs.directory import LOCK, RunDirectory, default_path, make_directory
@@ -117,14 +117,15 @@ def resume_comparison(
         how = in_recorded_precision(RunDirectory(path / run_name(experiment)), how)
     at_once = len(comparison.seeds) if side_by_side else 1
     experiments = comparison.experiments()
-    for start in range(0, len(experiments), at_once):
-        open_runs = {
-            path / run_name(experiment): experiment
-            for experiment in experiments[start : start + at_once]
-            if not _is_closed(path / run_name(experiment))
-        }
-        for folder, error in run_together(open_runs, callbacks, how).items():
-            RunDirectory(folder).write_json(FAILED, {"error": str(error)})
+    with how.several_runs():
+        for start in range(0, len(experiments), at_once):
+            open_runs = {
+                path / run_name(experiment): experiment
+                for experiment in experiments[start : start + at_once]
+                if not _is_closed(path / run_name(experiment))
+            }
+            for folder, error in run_together(open_runs, callbacks, how).items():
+                RunDirectory(folder).write_json(FAILED, {"error": str(error)})
     return ComparisonResult(path)
 
 
@@ -144,13 +145,16 @@ def run_together(
             opened = RunDirectory(folder)
             folder.mkdir(exist_ok=True)
             locks.enter_context(opened.locked())
+            locks.callback(opened.remove_leftovers)
             if not (folder / "config.yaml").is_file():
                 _remove_unstarted(folder)
             simulation = Simulation(experiment, callbacks, how, engine)
-            engine = simulation.engine
+            if engine is None:
+                engine = simulation.engine
+                locks.callback(engine.close)
             runs[folder] = simulation.steps(opened)
             locks.enter_context(cpu_threads(fitting_threads(simulation.population)))
-        waiting: dict[Path, list[Job]] = {}
+        waiting: dict[Path, list[Call]] = {}
         results: dict[Path, list[Any] | None] = dict.fromkeys(runs)
         while runs:
             for folder, steps in list(runs.items()):
@@ -169,12 +173,12 @@ def run_together(
 
 
 def _perform_all(
-    engine: Engine, waiting: Mapping[Path, list[Job]]
+    engine: Engine, waiting: Mapping[Path, list[Call]]
 ) -> Iterator[tuple[Path, list[Any]]]:
-    """The jobs of all runs as one, and each run's share of what they returned."""
-    returned = iter(engine.perform([job for jobs in waiting.values() for job in jobs]))
-    for folder, jobs in waiting.items():
-        yield folder, [next(returned) for _ in jobs]
+    """The calls of all runs as one, and each run's share of what they gave."""
+    given = iter(engine.perform([call for calls in waiting.values() for call in calls]))
+    for folder, calls in waiting.items():
+        yield folder, [next(given) for _ in calls]
 
 
 def _remove_unstarted(folder: Path) -> None:

@@ -22,6 +22,7 @@ from perfed.core.errors import Diverged
 from perfed.core.message import Message
 from perfed.core.metrics import Columns, summarize
 from perfed.core.streams import torch_stream
+from perfed.core.tree import find_not_finite
 from perfed.engines import ClientRecord
 from perfed.runs.checkpoint import Checkpoints, Progress
 from perfed.runs.directory import RunDirectory
@@ -30,7 +31,7 @@ from perfed.runs.result import Result, headline
 CHECKPOINT_SHARE = 0.05  # of a run's time, at most, is spent writing checkpoints
 T = TypeVar("T")
 Steps = Generator[list[Any], list[Any], T]
-"""A computation that hands out jobs, and goes on when it gets what they returned."""
+"""A computation that hands out what clients are to do, and goes on when it gets what that gave."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +113,10 @@ class Coordinator(ABC):
     def _evaluate(self, round: int, directory: RunDirectory) -> Steps[dict[str, Any]]:
         """Every client's numbers to the directory, and their summary by model kind."""
 
+    def _kept(self) -> Mapping[int, ClientRecord]:
+        """``records``, up to date."""
+        return self.records
+
     def _facts(self, clients: list[int]) -> dict[str, Any]:
         """What else a round's line says."""
         return {}
@@ -173,7 +178,7 @@ class Coordinator(ABC):
             progress.log_sizes = directory.log_sizes()
             if time.monotonic() - last_saved >= wait:
                 began_saving = time.monotonic()
-                checkpoints.save(progress, self.records, self.changed)
+                checkpoints.save(progress, self._kept(), self.changed)
                 self.changed.clear()
                 last_saved = time.monotonic()
                 if self._checkpoint_seconds:  # large models are written less often
@@ -259,18 +264,14 @@ def drive(steps: Steps[T], performer: Performer) -> T:
 
 
 def check_finite(round: int, tensors: Mapping[str, Sequence[tuple[str, torch.Tensor]]]) -> None:
-    """``tensors`` by their owner; a device is waited for once."""
-    pieces: dict[torch.device, list[torch.Tensor]] = {}
-    for owned in tensors.values():
-        for _, tensor in owned:
-            if tensor.is_floating_point():
-                pieces.setdefault(tensor.device, []).append(tensor.reshape(-1))
-    if all(bool(torch.cat(flat).isfinite().all()) for flat in pieces.values()):
-        return
-    for owner, owned in tensors.items():
-        for name, tensor in owned:
-            if not torch.isfinite(tensor).all():
-                raise Diverged(
-                    f"round {round}: '{name}' of {owner} is not finite; "
-                    "a smaller training.learning_rate may help"
-                )
+    """``tensors`` by their owner."""
+    broken = find_not_finite(tensors)
+    if broken is not None:
+        raise diverged(round, broken[1], broken[0])
+
+
+def diverged(round: int, name: str, owner: str) -> Diverged:
+    return Diverged(
+        f"round {round}: '{name}' of {owner} is not finite; "
+        "a smaller training.learning_rate may help"
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -22,15 +22,7 @@ from perfed.core.selection import select_clients
 from perfed.core.threads import WRITERS, cpu_threads, in_threads
 from perfed.core.tree import Weights, flatten
 from perfed.data import build_federation
-from perfed.engines import (
-    ClientRecord,
-    ClientStore,
-    Engine,
-    Execution,
-    Population,
-    evaluation,
-    outcome,
-)
+from perfed.engines import ClientRecord, ClientStore, Engine, Execution, Outcome, Population
 from perfed.engines.execution import fitting_threads, largest_model
 from perfed.runs.coordinator import (
     Callback,
@@ -38,6 +30,7 @@ from perfed.runs.coordinator import (
     Steps,
     check_finite,
     difference,
+    diverged,
     drive,
     summaries,
 )
@@ -45,6 +38,7 @@ from perfed.runs.directory import RunDirectory, default_path, environment
 from perfed.runs.result import Result
 
 AUTOMATIC = Execution()
+MODELS_AT_ONCE = 64  # are in memory while the final ones are written
 
 
 def run(
@@ -128,15 +122,20 @@ class Simulation(Coordinator):
         )
         self._population = dict(Counter(self.population.architectures))
         self.records = self.population.records
+        self._outcomes: Mapping[int, Outcome] = {}
 
     def finish_in(self, directory: RunDirectory) -> Result:
         """Run to the end."""
         with directory.locked(), cpu_threads(fitting_threads(self.population)):
-            return drive(self.steps(directory), self.engine)
+            try:
+                return drive(self.steps(directory), self.engine)
+            finally:
+                self.engine.close()
+                directory.remove_leftovers()
 
     def _open(self, directory: RunDirectory) -> None:
         if not (directory.path / "partition.json").is_file():  # a new run, or killed before it was
-            how = {"engine": self.engine.name, "precision": self.engine.precision.name}
+            how = self.engine.facts()
             directory.write_json("environment.json", environment(self.device) | how)
             directory.write_json("partition.json", self._partition_record())
         elif directory.read_json("partition.json") != self._partition_record():
@@ -148,6 +147,10 @@ class Simulation(Coordinator):
 
     def _restore(self, records: Mapping[int, ClientRecord]) -> None:
         self.population.commit(records)
+
+    def _kept(self) -> Mapping[int, ClientRecord]:
+        self.engine.collect(self.population)
+        return self.records
 
     def _close(self, directory: RunDirectory) -> Steps[None]:
         if self.how.save_models:
@@ -167,13 +170,9 @@ class Simulation(Coordinator):
         if type(self.algorithm).first_message is Algorithm.first_message:
             return None
         clients = self._select(-1)
-        jobs = self.population.jobs(
-            lambda client, message: self.algorithm.first_message(client),
-            {client: Message() for client in clients},
-            -1,
-        )
-        replies, _ = outcome(jobs, (yield jobs))
-        self._merge(-1, channel.up(replies))
+        nothing = {client: Message() for client in clients}
+        (outcomes,) = yield [self.population.call("first_message", nothing, -1)]
+        self._merge(-1, channel.up(_replies(outcomes)))
         traffic = vars(channel.total).copy()
         return {"round": -1, "clients": clients, "traffic": traffic, "traffic_total": traffic}
 
@@ -183,20 +182,17 @@ class Simulation(Coordinator):
         with self._timed("broadcast"):
             messages = dict(channel.down(self._broadcast(round, clients)))
         with self._timed("clients"):
-            jobs = self.population.jobs(self.algorithm.client_round, messages, round)
-            replies, records = outcome(jobs, (yield jobs))
-        made = {
-            f"client {client}": [*record.weights.params.items()]
-            for client, record in records.items()
-        }
-        for client, reply in replies.items():
-            made.setdefault(f"client {client}", []).extend(reply.arrays.items())
-        check_finite(round, made)
+            outcomes: Mapping[int, Outcome]
+            (outcomes,) = yield [self.population.call("client_round", messages, round)]
+        for client, outcome in outcomes.items():
+            if outcome.fault is not None:
+                raise diverged(round, outcome.fault, f"client {client}")
         with self._timed("merge"):
-            self._merge(round, channel.up(replies))
+            self._merge(round, channel.up(_replies(outcomes)))
         check_finite(round, {"the server": [*flatten(self.progress.state).items()]})
-        self.population.commit(records)
-        self.changed.update(records)
+        self.engine.commit(self.population)
+        self.changed.update(client for client, outcome in outcomes.items() if outcome.changed)
+        self._outcomes = outcomes
         for client in clients:
             self.progress.trained[client] += 1
         return clients, difference(channel.total, before)
@@ -204,7 +200,7 @@ class Simulation(Coordinator):
     def _evaluate(self, round: int, directory: RunDirectory) -> Steps[dict[str, Any]]:
         with self._timed("evaluate"):
             messages = self._evaluation_messages(round)
-            columns = evaluation((yield self.population.evaluation_jobs(messages, round)))
+            (columns,) = yield [self.population.call("judge", messages, round)]
         for column in columns.values():
             numbers = [(name, torch.tensor(values)) for name, values in column.items()]
             check_finite(round, {"an evaluation": numbers})
@@ -221,22 +217,20 @@ class Simulation(Coordinator):
         folder = directory.path / "models"
         folder.mkdir(exist_ok=True)
         last = self.experiment.rounds - 1
-        jobs = self.population.model_jobs(self._evaluation_messages(last), last)
-        named = (
-            (str(client), kind, model)
-            for client, models in enumerate((yield jobs))
-            for kind, model in models.items()
-        )
         written: dict[bytes, str] = {}
         index: dict[str, dict[str, str]] = {}
         new: list[tuple[Path, bytes]] = []
-        for client, kind, content, digest in in_threads(_encoded, named):
-            if digest not in written:
-                written[digest] = f"{kind}-{int(client):04d}.safetensors"
-                new.append((folder / written[digest], content))
-            index.setdefault(client, {})[kind] = written[digest]
-            if len(new) >= WRITERS:
-                _write_all(new)
+        messages = list(self._evaluation_messages(last).items())
+        for start in range(0, len(messages), MODELS_AT_ONCE):
+            few = dict(messages[start : start + MODELS_AT_ONCE])
+            (made,) = yield [self.population.call("models", few, last)]
+            for client, kind, content, digest in in_threads(_encoded, _named(made)):
+                if digest not in written:
+                    written[digest] = f"{kind}-{int(client):04d}.safetensors"
+                    new.append((folder / written[digest], content))
+                index.setdefault(client, {})[kind] = written[digest]
+                if len(new) >= WRITERS:
+                    _write_all(new)
         _write_all(new)
         directory.write_json(
             "models/index.json",
@@ -256,21 +250,9 @@ class Simulation(Coordinator):
 
     def _facts(self, clients: list[int]) -> dict[str, Any]:
         """Small things that clients keep (their cluster, say), in the order of ``clients``."""
-        states = [
-            self.population.records[client].state if client in self.population.records else {}
-            for client in clients
-        ]
-        names = {
-            name
-            for state in states
-            for name, value in state.items()
-            if isinstance(value, torch.Tensor) and value.ndim == 0
-        }
-        scalars = {
-            name: [state[name].item() if name in state else None for state in states]
-            for name in sorted(names)
-        }
-        return {"client_state": scalars}
+        facts = [self._outcomes[client].facts for client in clients]
+        names = sorted({name for one in facts for name in one})
+        return {"client_state": {name: [one.get(name) for one in facts] for name in names}}
 
     def _partition_record(self) -> dict[str, Any]:
         record = self.federation.record()
@@ -301,6 +283,18 @@ class Simulation(Coordinator):
             self.experiment.seed,
             round,
         )
+
+
+def _replies(outcomes: Mapping[int, Outcome]) -> dict[int, Message]:
+    return {
+        client: outcome.reply for client, outcome in outcomes.items() if outcome.reply is not None
+    }
+
+
+def _named(models: Mapping[int, Mapping[str, Judged]]) -> Iterator[tuple[str, str, Judged]]:
+    for client, by_kind in models.items():
+        for kind, model in by_kind.items():
+            yield str(client), kind, model
 
 
 def _encoded(named: tuple[str, str, Judged]) -> tuple[str, str, bytes, bytes]:

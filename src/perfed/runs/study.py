@@ -66,12 +66,13 @@ class Study:
         shard = shard or Shard()
         began = time.monotonic()
         self.records()  # what was made with other settings is found before anything is run
-        for names in self._pieces(side_by_side)[shard.number - 1 :: shard.of]:
-            missing = [name for name in names if not self._record_path(name).is_file()]
-            if time.monotonic() - began >= seconds:
-                return
-            if missing:
-                self._run(missing, how, callbacks)
+        with how.several_runs():
+            for names in self._pieces(side_by_side)[shard.number - 1 :: shard.of]:
+                missing = [name for name in names if not self._record_path(name).is_file()]
+                if time.monotonic() - began >= seconds:
+                    return
+                if missing:
+                    self._run(missing, how, callbacks)
 
     def records(self) -> dict[str, Record]:
         """Those there are so far, by name, in the study's order."""

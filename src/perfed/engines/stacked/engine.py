@@ -25,6 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 from perfed.core.streams import seed_generators
 from perfed.core.tree import Weights
 from perfed.engines.base import Job, Logits, Request, Sgd
+from perfed.engines.local import LocalEngine
 from perfed.engines.population import Population
 from perfed.engines.precision import FLOAT32, Precision
 from perfed.engines.sequential import SequentialEngine
@@ -54,7 +55,7 @@ SAMPLES_OF_EACH = 512
 log = logging.getLogger("perfed")
 
 
-class StackedEngine:
+class StackedEngine(LocalEngine):
     """Performs jobs together and answers equal requests as one.
 
     ``record`` says whether a stack's computation is recorded for a fixed number of clients, which
@@ -64,7 +65,7 @@ class StackedEngine:
     name = "stacked"
 
     def __init__(self, precision: Precision = FLOAT32, record: bool = False) -> None:
-        self.precision = precision
+        super().__init__(precision)
         self._record = record
         self._sequential = SequentialEngine(precision)
         self._modules: dict[str, StackedModule] = {}
@@ -75,7 +76,6 @@ class StackedEngine:
         self._recordings: dict[Hashable, Any] = {}
 
     def expect(self, population: Population, clients_a_round: int) -> None:
-        """Make ready for a population of which so many clients train in a round."""
         self._populations.append(population)
         self._tables = None
         self._steps.clear()
@@ -86,7 +86,7 @@ class StackedEngine:
             expected = self._expected.get(architecture, 0)
             self._expected[architecture] = expected + -(-share // total)
 
-    def perform(self, jobs: Sequence[Job]) -> list[Any]:
+    def perform_jobs(self, jobs: Sequence[Job]) -> list[Any]:
         results: list[Any] = []
         with torch.random.fork_rng(_generators(jobs)):
             for job in jobs:  # now: trying a module out may draw random numbers
@@ -134,6 +134,9 @@ class StackedEngine:
         for kind, group in grouped(requests):
             first = group[0].client
             module = self._module_of(first.population, first.architecture)
+            if len(group) == 1 and not self._record:  # a stack of one is only overhead
+                answers[id(group[0])] = self._sequential.answer(group[0])
+                continue
             with self.precision.active(first.population.device):
                 if isinstance(group[0], Sgd):
                     part = self._train(kind, module, group)  # type: ignore[arg-type]

@@ -1,0 +1,107 @@
+"""What engines have in common whose clients live in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from perfed.core.message import Message
+from perfed.core.tree import find_not_finite
+from perfed.engines.base import Call, ClientRecord, Job, Outcome, Request
+from perfed.engines.population import Population, changed_records
+from perfed.engines.precision import FLOAT32, Precision
+
+
+class LocalEngine:
+    """Turns calls into jobs; a subclass says how those are performed."""
+
+    name = "local"
+
+    def __init__(self, precision: Precision = FLOAT32) -> None:
+        self.precision = precision
+
+    def expect(self, population: Population, clients_a_round: int) -> None:
+        """Make ready for a population of which so many clients train in a round."""
+
+    def perform_jobs(self, jobs: Sequence[Job]) -> list[Any]:
+        """What each job's work returned."""
+        raise NotImplementedError
+
+    def answer(self, request: Request) -> Any:
+        """Weights for Sgd, logits for Logits."""
+        raise NotImplementedError
+
+    def perform(self, calls: Sequence[Call]) -> list[Any]:
+        """The jobs of all calls as one, and what each call gives."""
+        jobs = [call.population.jobs(call) for call in calls]
+        returned = iter(self.perform_jobs([job for each in jobs for job in each]))
+        return [
+            _finished(call, each, [next(returned) for _ in each])
+            for call, each in zip(calls, jobs, strict=True)
+        ]
+
+    def commit(self, population: Population) -> None:
+        population.commit(population.pending)
+        population.pending = {}
+
+    def collect(self, population: Population) -> None:
+        """They are there already."""
+
+    def facts(self) -> dict[str, Any]:
+        return {"engine": self.name, "precision": self.precision.name}
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+def _finished(call: Call, jobs: Sequence[Job], returned: list[Any]) -> Any:
+    if call.method == "judge":
+        return evaluation(returned)
+    if call.method == "models":
+        return dict(zip(call.messages, returned, strict=True))
+    records = changed_records(jobs)
+    if call.method == "client_round":
+        call.population.pending = records
+    return outcomes(jobs, records, returned)
+
+
+def outcomes(
+    jobs: Sequence[Job], records: Mapping[int, ClientRecord], replies: Sequence[Message | None]
+) -> dict[int, Outcome]:
+    made: dict[int, list[tuple[str, Tensor]]] = {}
+    for job, reply in zip(jobs, replies, strict=True):
+        client = job.client.id
+        kept = records[client].weights.params if client in records else {}
+        made[client] = [*kept.items(), *(reply.arrays.items() if reply else ())]
+    broken = find_not_finite(made)
+    return {
+        job.client.id: Outcome(
+            reply,
+            job.client.id in records,
+            {
+                name: value.item()
+                for name, value in job.client.state.items()
+                if isinstance(value, Tensor) and value.ndim == 0
+            },
+            broken[1] if broken and broken[0] == job.client.id else None,
+        )
+        for job, reply in zip(jobs, replies, strict=True)
+    }
+
+
+def evaluation(
+    judged: Sequence[Mapping[str, Mapping[str, Tensor]]],
+) -> dict[str, dict[str, np.ndarray]]:
+    """One column for each number of each model kind, from the device in one piece."""
+    names = [(kind, name) for kind, numbers in judged[0].items() for name in numbers]
+    table = torch.stack([client[kind][name] for kind, name in names for client in judged])
+    columns: dict[str, dict[str, np.ndarray]] = {}
+    for (kind, name), column in zip(
+        names, table.reshape(len(names), len(judged)).cpu().numpy(), strict=True
+    ):
+        columns.setdefault(kind, {})[name] = column
+    return columns

@@ -1,0 +1,293 @@
+"""The engine `ray`: every client lives on one of several workers, and only messages move.
+
+Workers can die. What their clients kept at the last *collection* (for a checkpoint, or because the
+log has grown too large) is in ``population.records`` here, and the log has the messages of all
+rounds since. All that a client does follows from its record, its messages and its addressed random
+streams; so a new worker that gets the records and goes through the log is the one that died.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+from perfed.core.errors import ConfigError, RunError
+from perfed.core.message import Message
+from perfed.engines.base import Call, Job, Request
+from perfed.engines.population import Population
+from perfed.engines.precision import FLOAT32, Precision
+from perfed.engines.ray.bank import Recipe, Share
+from perfed.engines.ray.cluster import Session, WorkerDied, import_ray, session
+from perfed.engines.ray.parcel import pack, unpack
+
+LOG_LIMIT = 2**30  # bytes of messages kept for the case that a worker dies
+DEATHS = 3  # one after another, and it is no accident
+CPU = torch.device("cpu")
+
+log = logging.getLogger("perfed")
+
+
+@dataclass
+class Worker:
+    actor: Any
+    log: list[Share] = field(default_factory=list)
+    """Its share of all rounds since the last collection."""
+    coming: list[Any] = field(default_factory=list)
+    """Answers that nobody has waited for yet."""
+
+
+@dataclass
+class Hosted:
+    """A population whose clients live on workers."""
+
+    number: int
+    population: Population
+    clients_a_round: int
+    homes: list[int] = field(default_factory=list)
+    """The worker of each client."""
+    data: Any = None
+    """The federation, in Ray's object store."""
+    round: tuple[Call, set[int]] | None = None
+    """The last one and whom it has changed, until it is whole."""
+    changed: set[int] = field(default_factory=set)
+    """Who has changed since the last collection."""
+
+
+class RayEngine:
+    """Sends each client's part of a call to the client's worker."""
+
+    name = "ray"
+
+    def __init__(
+        self, precision: Precision = FLOAT32, device: str = "auto", workers: int = 0
+    ) -> None:
+        import_ray()
+        self.precision = precision
+        self._device = device
+        self._count = workers
+        self._gpus = 0.0
+        """What a worker has of a GPU."""
+        self._hosted: dict[Population, Hosted] = {}
+        self._workers: list[Worker] = []
+        self._session: Session | None = None
+        self._open = ExitStack()
+        self._said: set[str] = set()
+
+    def expect(self, population: Population, clients_a_round: int) -> None:
+        clients = len(population.architectures)
+        if self._count > clients:
+            raise ConfigError(
+                f"{self._count} workers for {clients} clients: must be at most {clients}",
+                "--workers",
+            )
+        assert not self._workers, "all populations of an engine are expected before its first call"
+        self._hosted[population] = Hosted(len(self._hosted), population, clients_a_round)
+
+    def facts(self) -> dict[str, Any]:
+        self._connected()
+        return {"engine": self.name, "precision": self.precision.name, "workers": self._count}
+
+    def perform(self, calls: Sequence[Call]) -> list[Any]:
+        if not calls:
+            return []
+        if not self._workers:
+            self._start()
+        shares = [self._divided(call) for call in calls]
+        asked: dict[int, tuple[Any, ...]] = {}
+        for number in range(len(self._workers)):
+            mine = [by_worker[number] for by_worker in shares if number in by_worker]
+            if mine:
+                asked[number] = ("call", pack(mine))
+        answers = {}
+        for number, (parcel, said) in self._ask(asked).items():
+            answers[number] = iter(unpack(parcel, calls[0].population.device))
+            self._say(said)
+        results = []
+        for call, by_worker in zip(calls, shares, strict=True):
+            given = [(share, next(answers[number])) for number, share in by_worker.items()]
+            results.append(joined(call, given))
+            if call.method == "client_round":
+                touched = {client for client, outcome in results[-1].items() if outcome.changed}
+                self._hosted[call.population].round = call, touched
+        return results
+
+    def commit(self, population: Population) -> None:
+        hosted = self._hosted[population]
+        assert hosted.round is not None
+        (call, touched), hosted.round = hosted.round, None
+        for number, share in self._divided(call).items():
+            if touched & share.messages.keys():
+                self._workers[number].log.append(share)
+                self._tell(number, "commit", hosted.number)
+        hosted.changed |= touched
+        if sum(share.size for worker in self._workers for share in worker.log) > LOG_LIMIT:
+            for each in self._hosted:
+                self.collect(each)
+
+    def collect(self, population: Population) -> None:
+        hosted = self._hosted[population]
+        asked: dict[int, tuple[Any, ...]] = {}
+        for client in sorted(hosted.changed):
+            what = asked.setdefault(hosted.homes[client], ("records", hosted.number, []))
+            what[2].append(client)
+        for parcel in self._ask(asked).values():
+            population.records.update(unpack(parcel, CPU))
+        for worker in self._workers:
+            worker.log = [share for share in worker.log if share.population != hosted.number]
+        hosted.changed.clear()
+
+    def perform_jobs(self, jobs: Sequence[Job]) -> NoReturn:
+        raise NotImplementedError("on the engine ray, clients are not in this process")
+
+    def answer(self, request: Request) -> NoReturn:
+        raise NotImplementedError("on the engine ray, clients are not in this process")
+
+    def close(self) -> None:
+        workers, self._workers = self._workers, []
+        if workers:
+            self._connected().give([worker.actor for worker in workers], self._gpus)
+        self._session = None
+        self._open.close()
+
+    def _connected(self) -> Session:
+        """Ray, and with it the number and kind of workers."""
+        if self._session is not None:
+            return self._session
+        self._session = self._open.enter_context(session())
+        cores, gpus = self._session.count("CPU"), self._session.count("GPU")
+        if self._device == "cpu":
+            gpus = 0
+        elif self._device == "cuda" and not gpus:
+            raise ConfigError("Ray has no GPU here", "--device")
+        if self.precision.name == "tf32" and not gpus:
+            raise ConfigError("tf32 is a GPU's; a CPU has float32 and bf16", "--precision")
+        useful = sum(hosted.clients_a_round for hosted in self._hosted.values())
+        self._count = self._count or max(1, min(gpus or cores, useful))
+        self._gpus = 1 / -(-self._count // gpus) if gpus else 0.0
+        if not gpus and self._session.shared and self._count > cores:
+            raise ConfigError(
+                f"{self._count} workers, but Ray has {cores} cores: must be at most that many",
+                "--workers",
+            )
+        return self._session
+
+    def _start(self) -> None:
+        session = self._connected()
+        for hosted in self._hosted.values():
+            hosted.homes = dealt(hosted.population, self._count)
+            hosted.data = session.put(hosted.population.federation)
+        for number in range(self._count):
+            self._workers.append(Worker(session.take(self._gpus)))
+            self._introduce(number)
+        session.wait_for([coming for worker in self._workers for coming in worker.coming])
+
+    def _introduce(self, number: int) -> None:
+        """Tell a new worker all that its clients had at the last collection."""
+        kind = "cuda" if self._gpus else "cpu"
+        self._tell(number, "prepare", kind, self.precision, torch.get_default_dtype())
+        for hosted in self._hosted.values():
+            population = hosted.population
+            store = population.records
+            records = {client: store[client] for client in store if hosted.homes[client] == number}
+            recipe = Recipe(
+                population.algorithm,
+                population.networks,
+                population.training,
+                population.seed,
+                -(-hosted.clients_a_round // self._count),
+                None if store.limit is None else store.limit // self._count,
+                store.folder,
+            )
+            self._tell(number, "admit", hosted.number, hosted.data, recipe, pack(records))
+
+    def _replace(self, number: int, why: str) -> None:
+        """A new worker in the place of a dead one, in the state it was in."""
+        log.warning(
+            "worker %d of %d has died, another takes its place: %s", number, self._count, why
+        )
+        session, dead = self._connected(), self._workers[number]
+        session.kill(dead.actor)
+        self._workers[number] = Worker(session.take(self._gpus), dead.log)
+        self._introduce(number)
+        for share in dead.log:
+            self._tell(number, "call", pack([share]))
+            self._tell(number, "commit", share.population)
+
+    def _tell(self, number: int, *what: Any) -> None:
+        worker = self._workers[number]
+        worker.coming.append(self._connected().send(worker.actor, *what))
+
+    def _ask(self, asked: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
+        """What workers answer; one that dies is replaced, and asked again."""
+        answers: dict[int, Any] = {}
+        missing, why = dict(asked), ""
+        for _ in range(DEATHS):
+            for number, what in missing.items():
+                self._tell(number, *what)
+            for number in list(missing):
+                worker = self._workers[number]
+                coming, worker.coming = worker.coming, []
+                try:
+                    for one in coming:
+                        answers[number] = self._connected().answer(one)
+                    del missing[number]
+                except WorkerDied as death:
+                    why = str(death)
+            if not missing:
+                return answers
+            for number in missing:
+                self._replace(number, why)
+        raise RunError(f"a worker died {DEATHS} times one after another: {why}")
+
+    def _divided(self, call: Call) -> dict[int, Share]:
+        """The share of each worker that has one."""
+        hosted, mine = self._hosted[call.population], dict[int, dict[int, Message]]()
+        for client, message in call.messages.items():
+            mine.setdefault(hosted.homes[client], {})[client] = message
+        return {
+            number: Share(hosted.number, call.method, part, call.round)
+            for number, part in mine.items()
+        }
+
+    def _say(self, lines: Sequence[str]) -> None:
+        """What a worker had to say, once, though every one of them says it."""
+        for line in lines:
+            if line not in self._said:
+                self._said.add(line)
+                log.warning("%s", line)
+
+
+def dealt(population: Population, workers: int) -> list[int]:
+    """The worker of each client.
+
+    Clients with like networks and like many samples take turns: so every worker gets its share of
+    each architecture and of those clients that are drawn most often.
+    """
+    clients = range(len(population.architectures))
+    alike = sorted(clients, key=lambda k: (population.architectures[k], population.train_size(k)))
+    homes = [0] * len(clients)
+    for position, client in enumerate(alike):
+        homes[client] = position % workers
+    return homes
+
+
+def joined(call: Call, given: Sequence[tuple[Share, Any]]) -> Any:
+    """What the whole call gives, from what the shares gave."""
+    if call.method != "judge":
+        found = {client: one for _, part in given for client, one in part.items()}
+        return {client: found[client] for client in call.messages}
+    places = {client: place for place, client in enumerate(call.messages)}
+    columns: dict[str, dict[str, np.ndarray]] = {}
+    for share, part in given:
+        where = [places[client] for client in share.messages]
+        for kind, numbers in part.items():
+            for name, values in numbers.items():
+                empty = np.empty(len(places), values.dtype)
+                columns.setdefault(kind, {}).setdefault(name, empty)[where] = values
+    return columns
