@@ -244,7 +244,7 @@ def reproduce(
     if what in SINGLE:
         made = SINGLE[what]
         result = made.make(quick)
-        shown, figure = made.tables(result), made.plot(result) if made.plot else None
+        shown, figure = made.tables(result), made.plot(result)
     else:
         plan = published_tables.with_options(
             published_tables.plan(STUDIES[what], quick),
@@ -318,7 +318,7 @@ def tune(
     _run_study(study, how, shard, seconds, side_by_side)
     result = search.result(study.records())
     shown = tuning.tables(result)
-    write_files(path, "tune", result, shown, None)
+    write_files(path, "tune", result, shown)
     if as_json:
         print(json.dumps(result))
         return

@@ -158,3 +158,13 @@ def test_options_replace_the_plans_own() -> None:
     assert (chosen.settings, chosen.rounds, chosen.selection) == ("tuned", 50, "by-size")
     assert (chosen.fractions, chosen.seeds) == ((0.1,), (7,))
     assert with_options(plan(1, quick=True)) == plan(1, quick=True)
+
+
+@pytest.mark.parametrize("name", ["costs", "figure1", "figure2", "theorem2"])
+def test_every_single_result_comes_in_every_form(name: str, tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["reproduce", name, "--quick", "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    for ending in ("json", "md", "tex", "png", "pdf"):
+        assert (tmp_path / f"{name}.{ending}").stat().st_size > 200
+    assert json.loads((tmp_path / f"{name}.json").read_text())
+    assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from perfed.core.threads import cpu_threads
 from perfed.core.tree import Tree, Weights
 from perfed.models import architectures, initial_weights
 from perfed.report.layout import Table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 ROUNDS, CLIENTS, CLASSES, PUBLIC = 200, 100, 10, 2000
 ARCHITECTURE = "vgg11-bn"
@@ -178,3 +181,21 @@ def tables(result: Sequence[dict[str, Any]]) -> list[Table]:
         rows.append(cells)
     header = ("", "paper, C=0.10", "ours", "paper, C=0.15", "ours")
     return [Table("The cost column of Table 1", header, rows, NOTE)]
+
+
+def plot(result: Sequence[dict[str, Any]]) -> Figure:
+    """The costs at C=0.10 on a logarithmic scale, ours and the paper's."""
+    from matplotlib.figure import Figure  # not pyplot: a notebook's own backend stays as it is
+
+    figure = Figure(figsize=(7, 4.4), layout="constrained")
+    axis = figure.subplots()
+    heights = [-n for n in range(len(result))]
+    axis.barh(heights, [row["ours"][0] for row in result], color="#56B4E9", label="ours")
+    axis.plot(
+        [row["paper"][0] for row in result], heights, "D", c="#D55E00", mfc="w", label="paper"
+    )
+    axis.set_yticks(heights, [row["row"] for row in result])
+    axis.set(xscale="log", xlabel="parameters communicated, 10⁷ (T = 200 rounds, C = 0.10)")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, loc="lower right")
+    return figure

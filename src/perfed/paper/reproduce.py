@@ -24,21 +24,21 @@ class Reproduction:
     make: Callable[[bool], Any]
     """Quick or not."""
     tables: Callable[[Any], Sequence[Table]]
-    plot: Callable[[Any], Figure] | None = None
+    plot: Callable[[Any], Figure]
 
 
 SINGLE = {
-    "costs": Reproduction(costs.costs, costs.tables),
+    "costs": Reproduction(costs.costs, costs.tables, costs.plot),
     "figure1": Reproduction(figure1.figure1, figure1.tables, figure1.plot),
     "figure2": Reproduction(figure2.figure2, figure2.tables, figure2.plot),
     "theorem1": Reproduction(theorem1.theorem1, theorem1.tables, theorem1.plot),
-    "theorem2": Reproduction(theorem2.theorem2, theorem2.tables),
+    "theorem2": Reproduction(theorem2.theorem2, theorem2.tables, theorem2.plot),
 }
 STUDIES: dict[str, Literal[1, 2]] = {"table1": 1, "table2": 2}
 
 
 def write(
-    folder: Path, name: str, result: Any, tables: Sequence[Table], figure: Figure | None
+    folder: Path, name: str, result: Any, tables: Sequence[Table], figure: Figure | None = None
 ) -> list[Path]:
     """Every form of a result; returns what was written."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -18,14 +18,18 @@ product of two. Below, both, beside the best that any linear combination can do.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from perfed.report.layout import Table
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 DRAWS, QUICK_DRAWS = 200_000, 20_000
 RULES = ("local", "uniform", "printed", "derived", "optimum")
+TITLES = ("local", "uniform", "B as printed", "B derived", "optimum")
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,7 @@ def theorem2(quick: bool = False, problem: Problem | None = None) -> dict[str, A
 def tables(result: dict[str, Any]) -> list[Table]:
     constants = ", ".join(f"{name}={value:g}" for name, value in result["constants"].items())
     title = f"Theorem 2: E‖ŵ − w‖² by {result['draws']:,} draws ({constants})"
-    header = ("client", "υ", "λ*", "local", "uniform", "B as printed", "B derived", "optimum")
+    header = ("client", "υ", "λ*", *TITLES)
     rows = [
         (
             str(row["client"]),
@@ -147,3 +151,22 @@ NOTE = (
     "With B as printed the weights do not sum to one, so that θ itself enters the error; derived\n"
     "from the paper's own conditions, B = A(σ²+βυ²)/(σ²+βυ²+A), they are the optimum."
 )
+
+
+def plot(result: dict[str, Any]) -> Figure:
+    """Every rule's error for every client."""
+    from matplotlib.figure import Figure  # not pyplot: a notebook's own backend stays as it is
+
+    figure = Figure(figsize=(7, 3.6), layout="constrained")
+    axis = figure.subplots()
+    colours = ("#999999", "#56B4E9", "#D55E00", "#0072B2", "#000000")
+    for number, (rule, title, colour) in enumerate(zip(RULES, TITLES, colours, strict=True)):
+        where = np.arange(len(result["rows"])) + 0.16 * (number - 2)
+        errors = [row["errors"][rule]["drawn"] for row in result["rows"]]
+        axis.bar(where, errors, 0.15, color=colour, label=title)
+    names = [f"client {row['client']}\nυ = {row['spread']:g}" for row in result["rows"]]
+    axis.set_xticks(range(len(names)), names)
+    axis.set(yscale="log", ylabel="E‖ŵ − w‖²")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, ncols=5, loc="upper center", bbox_to_anchor=(0.5, 1.15), fontsize=8)
+    return figure
