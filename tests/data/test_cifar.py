@@ -128,7 +128,8 @@ def test_what_is_not_there_names_the_command(stored: Path, labeled: str, tmp_pat
 def test_a_run_records_numbers_of_the_stored_set(stored: Path, tmp_path: Path) -> None:
     data = Cifar10(public=15, samples=24)
     record = build_federation(data, partitions.build("iid"), Split(), 3, 0).record()
-    held = sorted(n for client in record["clients"] for part in client.values() for n in part)
+    parts = ("train", "validation", "test", "unused")
+    held = sorted(n for client in record["clients"] for part in parts for n in client[part])
     assert held == data.load(0).index.tolist()
     assert record["public"] == data.load(0).public_index.tolist()
     options = {"name": "cifar10", "public": 15, "samples": 24}
