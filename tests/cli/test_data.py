@@ -10,7 +10,7 @@ from perfed.data import cache
 from perfed.data.cifar import CIFAR10, IMAGE_SETS
 from tests.data import sets
 from tests.data.test_cache import Server, server  # noqa: F401  (a fixture)
-from tests.test_cli import perfed
+from tests.cli.test_cli import perfed
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,86 @@
+"""What is shown while runs go on, and of their end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from perfed.config import Experiment
+from perfed.report.tables import FOOTNOTE, HEADER, cells, quantity, rows, summary_table
+from perfed.runs import Callback, RoundReport
+
+
+class Display(Callback):
+    """A live bar per run in a terminal; elsewhere a plain line for every tenth of the rounds."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bars: Progress | None = None
+        if console.is_terminal:
+            self._bars = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=24),
+                TextColumn("round {task.completed}/{task.total}"),
+                TextColumn("{task.fields[facts]}"),
+                TimeRemainingColumn(elapsed_when_finished=True),
+                console=console,
+            )
+        self._began: dict[str, tuple[float, int]] = {}
+        self._tasks: dict[str, TaskID] = {}
+
+    def __enter__(self) -> Display:
+        if self._bars:
+            self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bars:
+            self._bars.stop()
+
+    def on_start(self, experiment: Experiment, directory: Path, first_round: int) -> None:
+        name = _run_title(experiment)
+        self._began[name] = (time.monotonic(), first_round)
+        if self._bars:
+            self._tasks[name] = self._bars.add_task(
+                name, total=experiment.rounds, completed=first_round, facts=""
+            )
+
+    def on_round(self, report: RoundReport) -> None:
+        name = _run_title(report.experiment)
+        done, total = report.round + 1, report.experiment.rounds
+        accuracy = "" if report.accuracy is None else f"accuracy {100 * report.accuracy:.1f} %  "
+        facts = accuracy + quantity(report.traffic.bytes, "B").rjust(7)
+        if self._bars:
+            self._bars.update(self._tasks[name], completed=done, facts=facts)
+        elif done == total or done % max(1, total // 10) == 0:
+            began, first = self._began[name]
+            pace = (time.monotonic() - began) / (done - first)
+            left = f"{pace * (total - done):.0f} s left" if done < total else "done"
+            self._console.print(
+                f"{name}: round {done}/{total}  {facts}  {left}", soft_wrap=True, highlight=False
+            )
+
+
+def _run_title(experiment: Experiment) -> str:
+    return f"{experiment.algorithm.label()}, seed {experiment.seed}"
+
+
+def print_table(console: Console, summaries: Sequence[dict[str, Any]]) -> None:
+    if not console.is_terminal:  # as wide as it needs to be, for a file or a pipe
+        print(f"\n{summary_table(summaries)}\n", flush=True)
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1))
+    for number, title in enumerate(HEADER):
+        table.add_column(title, justify="left" if number < 2 else "right", no_wrap=number != 0)
+    for row in rows(summaries):
+        table.add_row(*cells(row))
+    console.print()
+    console.print(table)
+    console.print(f"[dim]{FOOTNOTE}[/dim]", highlight=False)
+    console.print()

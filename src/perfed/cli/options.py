@@ -1,0 +1,113 @@
+"""What several commands take, and how it is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from perfed.config import load_yaml
+from perfed.core.errors import ConfigError
+from perfed.core.schema import from_mapping
+from perfed.engines import Execution
+
+FileArgument = Annotated[
+    str | None,
+    typer.Argument(help="A YAML file, or the name of a preset ('perfed list presets')."),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override one key, such as rounds=10."),
+]
+OutOption = Annotated[
+    Path | None,
+    typer.Option("--out", help="Where the run goes; runs/<name>-<time> unless told otherwise."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the final summary as JSON only.")]
+EngineOption = Annotated[
+    str,
+    typer.Option(
+        "--engine",
+        help="sequential (one client after another), stacked (all as one), ray (so, on workers)",
+    ),
+]
+WorkersOption = Annotated[
+    int,
+    typer.Option(
+        "--workers", metavar="N", help="With --engine ray; 0: one for each GPU, or else core."
+    ),
+]
+DeviceOption = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, …")]
+PrecisionOption = Annotated[
+    str, typer.Option("--precision", help="float32, tf32 or bf16; auto is float32")
+]
+StoreOption = Annotated[
+    float | None,
+    typer.Option("--store-limit", metavar="MIB", help="Client models in memory; the rest on disk."),
+]
+CheckpointOption = Annotated[
+    float, typer.Option("--checkpoint-seconds", help="A checkpoint at most every so many seconds.")
+]
+ShardOption = Annotated[
+    str, typer.Option("--shard", metavar="I/N", help="Only every N-th piece, from the I-th.")
+]
+SideBySideOption = Annotated[
+    bool, typer.Option("--side-by-side", help="All seeds of an algorithm at once, as one stack.")
+]
+SecondsOption = Annotated[
+    float, typer.Option("--seconds", help="Begin no further run after so many seconds.", min=0)
+]
+
+
+def execution(
+    engine: str,
+    workers: int,
+    device: str,
+    precision: str,
+    store_limit: float | None,
+    checkpoint_seconds: float,
+) -> Execution:
+    values = {
+        "engine": engine,
+        "workers": workers,
+        "device": device,
+        "precision": precision,
+        "store_limit": float("inf") if store_limit is None else store_limit,
+        "checkpoint_seconds": checkpoint_seconds,
+    }
+    try:
+        return from_mapping(Execution, values)
+    except ConfigError as error:
+        raise ConfigError(error.message, "--" + error.where.replace("_", "-")) from None
+
+
+def parse_algorithm(text: str) -> dict[str, Any]:
+    """``perfed-ckt,clusters=3`` as a mapping."""
+    name, *settings = text.split(",")
+    values: dict[str, Any] = {"name": name}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals:
+            raise ConfigError(f"'{setting}' is not of the form key=value", "--algorithm")
+        values[key] = load_yaml(value, f"--algorithm {key}")
+    return values
+
+
+def parse_seeds(text: str) -> list[int]:
+    """``0,1,2`` or ``0-4``."""
+    seeds: list[int] = []
+    try:
+        for piece in text.split(","):
+            low, dash, high = piece.partition("-")
+            seeds += range(int(low), int(high) + 1) if dash else [int(low)]
+    except ValueError:
+        raise ConfigError(f"'{text}' is not a list of whole numbers, as 0,1,2", "--seeds") from None
+    return seeds
+
+
+def parse_numbers(text: str, where: str) -> list[float]:
+    try:
+        return [float(piece) for piece in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"'{text}' is not a list of numbers, as 0.1,0.15", where) from None

@@ -1,0 +1,202 @@
+"""``perfed reproduce`` and ``perfed tune``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+import perfed
+from perfed.cli.display import Display
+from perfed.cli.options import (
+    CheckpointOption,
+    DeviceOption,
+    EngineOption,
+    FileArgument,
+    JsonOption,
+    OutOption,
+    PrecisionOption,
+    SecondsOption,
+    SetOption,
+    ShardOption,
+    SideBySideOption,
+    WorkersOption,
+    execution,
+    parse_algorithm,
+    parse_numbers,
+    parse_seeds,
+)
+from perfed.config import load_yaml, overridden
+from perfed.core.errors import ConfigError
+from perfed.engines import Execution
+from perfed.paper import tables as published_tables
+from perfed.paper.published import GRID
+from perfed.paper.reproduce import SINGLE, STUDIES
+from perfed.paper.reproduce import write as write_files
+from perfed.report import layout
+from perfed.runs import tune as tuning
+from perfed.runs.study import Shard, Study
+from perfed.runs.tune import SEED
+
+
+def reproduce(
+    what: Annotated[
+        str,
+        typer.Argument(help="table1, table2, figure1, figure2, theorem1, theorem2 or costs"),
+    ],
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Smaller, in minutes on a CPU, without a download.")
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="Where files go: runs/paper or runs/paper-quick without it."),
+    ] = None,
+    as_json: JsonOption = False,
+    settings: Annotated[str | None, typer.Option(help="Tables: paper or tuned settings.")] = None,
+    rounds: Annotated[int | None, typer.Option(help="Tables: instead of 500.", min=1)] = None,
+    selection: Annotated[
+        str | None, typer.Option(help="Tables: uniform, or by-size as in Algorithm 1.")
+    ] = None,
+    fractions: Annotated[
+        str | None, typer.Option(metavar="C,…", help="Tables: instead of 0.1,0.15.")
+    ] = None,
+    seeds: Annotated[str | None, typer.Option(help="Tables: instead of 0-2.")] = None,
+    shard: ShardOption = "1/1",
+    seconds: SecondsOption = float("inf"),
+    side_by_side: SideBySideOption = False,
+    engine: EngineOption = "auto",
+    workers: WorkersOption = 0,
+    device: DeviceOption = "auto",
+    precision: PrecisionOption = "auto",
+    checkpoint_seconds: CheckpointOption = 10.0,
+) -> None:
+    """Make a result of the paper again, beside the paper's own numbers.
+
+    The tables are many runs. The same command goes on where it was stopped, and shows what there
+    is so far; --seconds 0 only shows it. Shards may run on several machines: copy their records/
+    into one folder.
+    """
+    known = [*SINGLE, *STUDIES]
+    if what not in known:
+        raise ConfigError(f"'{what}' is none of {', '.join(sorted(known))}", "reproduce")
+    out = out or Path("runs", "paper-quick" if quick else "paper")
+    if what in SINGLE:
+        made = SINGLE[what]
+        result = made.make(quick)
+        shown, figure = made.tables(result), made.plot(result)
+    else:
+        plan = published_tables.with_options(
+            published_tables.plan(STUDIES[what], quick),
+            settings,
+            rounds,
+            selection,
+            None if fractions is None else parse_numbers(fractions, "--fractions"),
+            None if seeds is None else parse_seeds(seeds),
+        )
+        study = plan.study(out / what)
+        how = execution(engine, workers, device, precision, None, checkpoint_seconds)
+        _run_study(study, how, shard, seconds, side_by_side)
+        result = study.records()
+        if not result:
+            raise ConfigError(f"{study.folder} has no finished run yet", "reproduce")
+        shown, figure = published_tables.tables(plan, result), published_tables.plot(plan, result)
+    if as_json:
+        print(json.dumps(result))
+        return
+    print(layout.text(shown))
+    files = write_files(out, what, result, shown, figure)
+    print(f"\nfiles: {files[0].with_suffix('')}.{{{','.join(f.suffix[1:] for f in files)}}}")
+
+
+def tune(
+    file: FileArgument = None,
+    algorithm: Annotated[
+        str | None,
+        typer.Option("--algorithm", "-a", metavar="NAME[,KEY=VALUE…]", help="What is tuned."),
+    ] = None,
+    grid: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--grid",
+            metavar="KEY=V,V,…",
+            help="Values to try, such as training.learning_rate=0.1,0.01; the paper's without it.",
+        ),
+    ] = None,
+    trials: Annotated[
+        int | None, typer.Option(help="So many of the grid, at random; all without it.", min=1)
+    ] = None,
+    seeds: Annotated[str, typer.Option(help="Not those you will report on.")] = str(SEED),
+    set_: SetOption = None,
+    out: OutOption = None,
+    as_json: JsonOption = False,
+    shard: ShardOption = "1/1",
+    seconds: SecondsOption = float("inf"),
+    side_by_side: SideBySideOption = False,
+    engine: EngineOption = "auto",
+    workers: WorkersOption = 0,
+    device: DeviceOption = "auto",
+    precision: PrecisionOption = "auto",
+    checkpoint_seconds: CheckpointOption = 10.0,
+) -> None:
+    """Search settings by validation accuracy and keep every trial; resumes where it stopped."""
+    values = overridden(file, set_ or ())
+    values.pop("seed", None)
+    if algorithm is not None:
+        values.pop("algorithms", None)
+        values["algorithm"] = parse_algorithm(algorithm)
+    search = tuning.Search(
+        values,
+        _parse_grid(grid) if grid else _papers_grid(values),
+        tuple(parse_seeds(seeds)),
+        trials,
+    )
+    path = out or Path("runs", f"tune-{values.get('name', 'experiment')}")
+    study = search.study(path)
+    how = execution(engine, workers, device, precision, None, checkpoint_seconds)
+    _run_study(study, how, shard, seconds, side_by_side)
+    result = search.result(study.records())
+    shown = tuning.tables(result)
+    write_files(path, "tune", result, shown)
+    if as_json:
+        print(json.dumps(result))
+        return
+    print(layout.text(shown))
+    best = " ".join(f"--set {key}={value:g}" for key, value in tuning.best(result).items())
+    print(f"\nbest: {best}\nall trials: {path / 'tune.json'}")
+
+
+def _run_study(
+    study: Study, how: Execution, shard: str, seconds: float, side_by_side: bool
+) -> None:
+    with Display(Console(stderr=True)) as display:
+        try:
+            study.run(how, [display], Shard.parse(shard), seconds, side_by_side)
+        except KeyboardInterrupt:
+            print("\ninterrupted; the same command goes on", file=sys.stderr)
+            raise typer.Exit(130) from None
+
+
+def _parse_grid(texts: Sequence[str]) -> dict[str, list[Any]]:
+    grid = {}
+    for text in texts:
+        key, equals, choices = text.partition("=")
+        if not equals or not choices:
+            raise ConfigError(f"'{text}' is not of the form key=value,value", "--grid")
+        grid[key] = [load_yaml(choice, f"--grid {key}") for choice in choices.split(",")]
+    return grid
+
+
+def _papers_grid(values: Mapping[str, Any]) -> dict[str, Sequence[Any]]:
+    """The paper's, without what the algorithm has no use for."""
+    algorithm = perfed.algorithms.build(values.get("algorithm", "perfed-ckt"))
+    unused = set()
+    if not algorithm.trains_on_public_set:
+        unused.add("training.public_batch_size")
+    if not hasattr(algorithm, "weight"):
+        unused.add("algorithm.weight")
+    return {key: choices for key, choices in GRID.items() if key not in unused}

@@ -1,0 +1,146 @@
+"""``perfed run`` and ``perfed compare``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+import perfed
+from perfed.cli.display import Display, print_table
+from perfed.cli.options import (
+    CheckpointOption,
+    DeviceOption,
+    EngineOption,
+    FileArgument,
+    JsonOption,
+    OutOption,
+    PrecisionOption,
+    SetOption,
+    SideBySideOption,
+    StoreOption,
+    WorkersOption,
+    execution,
+    parse_algorithm,
+    parse_seeds,
+)
+from perfed.config import Comparison, Experiment, overridden, parse
+from perfed.core.errors import ConfigError, Diverged
+from perfed.engines import Execution
+from perfed.runs import ComparisonResult, Result
+from perfed.runs.comparison import FILE as COMPARISON_FILE
+from perfed.runs.comparison import resume_comparison
+from perfed.runs.directory import default_path
+
+
+def run(
+    file: FileArgument = None,
+    set_: SetOption = None,
+    out: OutOption = None,
+    resume: Annotated[
+        Path | None, typer.Option("--resume", help="Continue this run or comparison.")
+    ] = None,
+    as_json: JsonOption = False,
+    engine: EngineOption = "auto",
+    workers: WorkersOption = 0,
+    device: DeviceOption = "auto",
+    precision: PrecisionOption = "auto",
+    store_limit: StoreOption = None,
+    checkpoint_seconds: CheckpointOption = 10.0,
+) -> None:
+    """Run an experiment; without a FILE, the embedded example (a minute on a laptop)."""
+    how = execution(engine, workers, device, precision, store_limit, checkpoint_seconds)
+    if resume is not None:
+        if file or set_ or out:
+            raise ConfigError("takes no FILE, --set or --out: the run has its own", "--resume")
+        _execute(None, resume, as_json, how)
+    else:
+        what = perfed.load(file, set_ or ())
+        _execute(what, _target(what, out), as_json, how)
+
+
+def compare(
+    file: FileArgument = None,
+    algorithm: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--algorithm", "-a", metavar="NAME[,KEY=VALUE…]", help="perfed-ckt,clusters=3,weight=2"
+        ),
+    ] = None,
+    seeds: Annotated[str | None, typer.Option(help="0,1,2 or 0-4")] = None,
+    set_: SetOption = None,
+    out: OutOption = None,
+    as_json: JsonOption = False,
+    side_by_side: SideBySideOption = False,
+    engine: EngineOption = "auto",
+    workers: WorkersOption = 0,
+    device: DeviceOption = "auto",
+    precision: PrecisionOption = "auto",
+    store_limit: StoreOption = None,
+    checkpoint_seconds: CheckpointOption = 10.0,
+) -> None:
+    """Run several algorithms with several seeds: one table, mean ± standard deviation."""
+    values = overridden(file, set_ or ())
+    if algorithm:
+        values.pop("algorithm", None)
+        values["algorithms"] = [parse_algorithm(text) for text in algorithm]
+    elif "algorithm" in values:
+        values["algorithms"] = [values.pop("algorithm")]
+    if seeds is not None:
+        values.pop("seed", None)
+        values["seeds"] = parse_seeds(seeds)
+    values.setdefault("algorithms", ["perfed-ckt"])
+    what = parse(values)
+    how = execution(engine, workers, device, precision, store_limit, checkpoint_seconds)
+    _execute(what, _target(what, out), as_json, how, side_by_side)
+
+
+def _target(what: Experiment | Comparison, out: Path | None) -> Path:
+    name = what.experiment.name if isinstance(what, Comparison) else what.name
+    return out or default_path(name)
+
+
+def _execute(
+    what: Experiment | Comparison | None,
+    path: Path,
+    as_json: bool,
+    how: Execution,
+    side_by_side: bool = False,
+) -> None:
+    """Start ``what`` in ``path``, or continue what is there, and print how it ended."""
+    console = Console(stderr=as_json)
+    result: Result | ComparisonResult
+    try:
+        with Display(console) as display:
+            common: dict[str, Any] = {"callbacks": [display], "how": how}
+            if isinstance(what, Comparison):
+                result = perfed.compare(what, path, **common, side_by_side=side_by_side)
+            elif what is not None:
+                result = perfed.run(what, path, **common)
+            elif (path / COMPARISON_FILE).is_file():
+                result = resume_comparison(path, **common)
+            else:
+                result = perfed.resume(path, **common)
+    except KeyboardInterrupt:
+        if (path / "config.yaml").is_file() or (path / COMPARISON_FILE).is_file():
+            print(f"\ninterrupted; continue with: perfed run --resume {path}", file=sys.stderr)
+        raise typer.Exit(130) from None
+    _print_end(console, result, as_json)
+
+
+def _print_end(console: Console, result: Result | ComparisonResult, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(result.record(), indent=1, allow_nan=False))
+    if not result.results:
+        raise Diverged("; ".join(result.failures))
+    if as_json:
+        return
+    print_table(console, [one.summary for one in result.results])
+    for failure in result.failures:
+        console.print(failure, soft_wrap=True, highlight=False)
+    console.print(f"figure: {result.plot()}", soft_wrap=True, highlight=False)
+    console.print(f"run directory: {result.path}", soft_wrap=True, highlight=False)
