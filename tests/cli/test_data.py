@@ -8,9 +8,9 @@ import pytest
 
 from perfed.data import cache
 from perfed.data.cifar import CIFAR10, IMAGE_SETS
+from tests.cli.test_cli import perfed
 from tests.data import sets
 from tests.data.test_cache import Server, server  # noqa: F401  (a fixture)
-from tests.cli.test_cli import perfed
 
 
 @pytest.fixture(autouse=True)
