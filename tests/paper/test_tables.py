@@ -10,8 +10,18 @@ from typer.testing import CliRunner
 from perfed.cli import app
 from perfed.paper import costs
 from perfed.paper.published import GRID, TABLE_1, TABLE_2
-from perfed.paper.tables import Plan, plan, plot, tables, tuned_settings, with_options
+from perfed.paper.tables import (
+    Plan,
+    findings,
+    plan,
+    plot,
+    tables,
+    tuned_settings,
+    with_options,
+)
+from perfed.runs.study import Study
 from perfed.runs.tune import best
+from tests.conftest import SEQUENTIAL
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -82,8 +92,9 @@ def fake(seed: int, accuracy: list[float], kind: str = "personal") -> dict[str, 
         "summary": {
             "rounds": 10,
             "models": {kind: dict.fromkeys(("last", "chosen", "best_test"), at)},
-            "traffic": {"up_parameters": 3_000_000, "down_parameters": 2_000_000},
+            "traffic": {"up_parameters": 3_500_000, "down_parameters": 2_000_000},
         },
+        "opening": {"up_parameters": 500_000},
         "clients": {
             "train_size": [2, 5, 50, 500],
             "train_labels": [1, 2, 3, 5],
@@ -124,8 +135,8 @@ def test_the_whole_table_by_its_command(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, [*command, str(tmp_path), "--device", "cpu"])
     assert done.exit_code == 0, done.output
     for ending in ("json", "md", "tex", "png", "pdf"):
-        assert (tmp_path / f"table2.{ending}").stat().st_size > 500
-    records = json.loads((tmp_path / "table2.json").read_text())
+        assert (tmp_path / f"table2-paper.{ending}").stat().st_size > 500
+    records = json.loads((tmp_path / "table2-paper.json").read_text())
     assert len(records) == 7
     assert "PerFed-CKT (c=4)" in done.output
     architectures = next(iter(records.values()))["clients"]["architecture"]
@@ -140,6 +151,8 @@ def test_the_whole_table_by_its_command(tmp_path: Path) -> None:
         (["--settings", "mine"], "--settings: 'mine' is none of paper, tuned"),
         (["--selection", "mine"], "--selection: 'mine' is none of uniform, by-size"),
         (["--fractions", "a"], "--fractions: 'a' is not a list of numbers"),
+        (["--fractions", "0.1,0.1"], "--fractions: a number is there twice"),
+        (["--seeds", "0,1,0"], "--seeds: a seed is there twice"),
         (["--shard", "5/4"], "--shard: '5/4' is not a shard"),
         (["--seconds", "0"], "has no finished run yet"),
     ],
@@ -168,3 +181,35 @@ def test_every_single_result_comes_in_every_form(name: str, tmp_path: Path) -> N
         assert (tmp_path / f"{name}.{ending}").stat().st_size > 200
     assert json.loads((tmp_path / f"{name}.json").read_text())
     assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_shard_without_a_common_seed_is_shown_all_the_same() -> None:
+    chosen = Plan(fractions=(0.1,), seeds=(0, 1))
+    records = {
+        "paper-C0.1-local-seed0": fake(0, [0.5, 0.5, 0.5, 0.5]),
+        "paper-C0.1-perfed-ckt-1-seed1": fake(1, [0.4, 0.5, 0.4, 0.4]),
+    }
+    accuracy, gains, _ = tables(chosen, records)
+    assert len(accuracy.rows) == 2
+    assert not gains.rows
+
+
+def test_nothing_but_failures() -> None:
+    chosen = Plan(fractions=(0.1,), seeds=(0,))
+    records = {"paper-C0.1-local-seed0": {"config": {}, "failed": "round 3: not finite"}}
+    (without,) = tables(chosen, records)
+    assert ["paper-C0.1-local-seed0", "round 3: not finite"] in [list(r) for r in without.rows]
+    assert plot(chosen, records) is None
+
+
+def test_the_cost_does_not_depend_on_how_many_rounds_were_run(tmp_path: Path) -> None:
+    costs_seen = set()
+    for rounds in (2, 4):
+        chosen = Plan(fractions=(1 / 3,), seeds=(0,), rounds=rounds, quick=True)
+        whole = chosen.study(tmp_path / str(rounds))
+        name = chosen.name({"name": "perfed-ckt", "clusters": 1}, 1 / 3, 0)
+        study = Study(whole.folder, {name: whole.experiments[name]})
+        study.run(SEQUENTIAL)
+        (finding,) = findings(chosen, study.records())
+        costs_seen.add(finding.cost())
+    assert costs_seen == {200 * (10 + 1) * 400 * 10}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import perfed
-from perfed import Experiment
+from perfed import Execution, Experiment
 from perfed.core.errors import ConfigError, RunError
 from perfed.runs.study import Shard, Study
 from tests.conftest import SEQUENTIAL, STACKED, tiny
@@ -128,6 +128,34 @@ def test_a_folder_made_with_other_settings_is_refused(tmp_path: Path) -> None:
     Study(tmp_path, {"run": tiny()}).run(SEQUENTIAL)
     with pytest.raises(RunError, match="made with other settings"):
         Study(tmp_path, {"run": tiny(seed=5)}).run(SEQUENTIAL)
+
+
+def test_a_run_begun_with_other_settings_is_not_gone_on_with(tmp_path: Path) -> None:
+    slow = tiny(training={"learning_rate": 1e-4, "steps": 2})
+    with pytest.raises(KeyboardInterrupt):
+        Study(tmp_path, {"run": tiny()}).run(
+            Execution(device="cpu", checkpoint_seconds=0), [Stop(finished=0)]
+        )
+    with pytest.raises(RunError, match="begun with other settings"):
+        Study(tmp_path, {"run": slow}).run(SEQUENTIAL)
+    Study(tmp_path, {"run": tiny()}).run(SEQUENTIAL)
+
+
+def test_a_finished_run_is_not_a_failure_whatever_was_before(tmp_path: Path) -> None:
+    study = Study(tmp_path, {"run": tiny()})
+    study.run(SEQUENTIAL)
+    (tmp_path / "records" / "run.json").unlink()
+    (tmp_path / "runs" / "run" / "failed.json").write_text('{"error": "long ago"}')
+    study.run(SEQUENTIAL)
+    assert study.records()["run"]["summary"]["finished"]
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", "{", '"record"'])
+def test_what_is_no_record(text: str, tmp_path: Path) -> None:
+    (tmp_path / "records").mkdir()
+    (tmp_path / "records" / "run.json").write_text(text)
+    with pytest.raises(RunError, match=r"run\.json is"):
+        Study(tmp_path, {"run": tiny()}).records()
 
 
 @pytest.mark.parametrize("text", ["", "0/2", "3/2", "1", "a/b", "1/2/3", "-1/2"])

@@ -83,3 +83,11 @@ def test_one_algorithm_at_a_time() -> None:
     del several["algorithm"]
     with pytest.raises(ConfigError, match="one algorithm is tuned at a time"):
         Search(several, GRID).study("unused")
+
+
+def test_words_can_be_tried_too(tmp_path: Path) -> None:
+    search = Search(TINY, {"selection": ("uniform", "by-size")})
+    study = search.study(tmp_path)
+    study.run(SEQUENTIAL)
+    shown = {row[0] for row in tables(search.result(study.records()))[0].rows}
+    assert shown == {"uniform", "by-size"}

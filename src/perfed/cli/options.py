@@ -103,11 +103,16 @@ def parse_seeds(text: str) -> list[int]:
             seeds += range(int(low), int(high) + 1) if dash else [int(low)]
     except ValueError:
         raise ConfigError(f"'{text}' is not a list of whole numbers, as 0,1,2", "--seeds") from None
+    if len(set(seeds)) < len(seeds):
+        raise ConfigError(f"a seed is there twice in {text}", "--seeds")
     return seeds
 
 
 def parse_numbers(text: str, where: str) -> list[float]:
     try:
-        return [float(piece) for piece in text.split(",")]
+        numbers = [float(piece) for piece in text.split(",")]
     except ValueError:
         raise ConfigError(f"'{text}' is not a list of numbers, as 0.1,0.15", where) from None
+    if len(set(numbers)) < len(numbers):
+        raise ConfigError(f"a number is there twice in {text}", where)
+    return numbers

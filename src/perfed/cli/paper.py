@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -42,6 +42,9 @@ from perfed.report import layout
 from perfed.runs import tune as tuning
 from perfed.runs.study import Shard, Study
 from perfed.runs.tune import SEED
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def reproduce(
@@ -87,8 +90,9 @@ def reproduce(
     out = out or Path("runs", "paper-quick" if quick else "paper")
     if what in SINGLE:
         made = SINGLE[what]
-        result = made.make(quick)
-        shown, figure = made.tables(result), made.plot(result)
+        result, name = made.make(quick), what
+        shown = made.tables(result)
+        figure: Figure | None = made.plot(result)
     else:
         plan = published_tables.with_options(
             published_tables.plan(STUDIES[what], quick),
@@ -101,7 +105,7 @@ def reproduce(
         study = plan.study(out / what)
         how = execution(engine, workers, device, precision, None, checkpoint_seconds)
         _run_study(study, how, shard, seconds, side_by_side)
-        result = study.records()
+        result, name = study.records(), plan.title
         if not result:
             raise ConfigError(f"{study.folder} has no finished run yet", "reproduce")
         shown, figure = published_tables.tables(plan, result), published_tables.plot(plan, result)
@@ -109,7 +113,7 @@ def reproduce(
         print(json.dumps(result))
         return
     print(layout.text(shown))
-    files = write_files(out, what, result, shown, figure)
+    files = write_files(out, name, result, shown, figure)
     print(f"\nfiles: {files[0].with_suffix('')}.{{{','.join(f.suffix[1:] for f in files)}}}")
 
 
@@ -155,7 +159,8 @@ def tune(
         tuple(parse_seeds(seeds)),
         trials,
     )
-    path = out or Path("runs", f"tune-{values.get('name', 'experiment')}")
+    name = search.experiment(search.choices()[0], search.seeds[0]).algorithm.registered_name
+    path = out or Path("runs", f"tune-{values.get('name', 'experiment')}-{name}")
     study = search.study(path)
     how = execution(engine, workers, device, precision, None, checkpoint_seconds)
     _run_study(study, how, shard, seconds, side_by_side)
@@ -166,7 +171,8 @@ def tune(
         print(json.dumps(result))
         return
     print(layout.text(shown))
-    best = " ".join(f"--set {key}={value:g}" for key, value in tuning.best(result).items())
+    chosen = tuning.best(result).items()
+    best = " ".join(f"--set {key}={tuning.shown_value(value)}" for key, value in chosen)
     print(f"\nbest: {best}\nall trials: {path / 'tune.json'}")
 
 

@@ -58,6 +58,7 @@ from perfed.runs.directory import RunDirectory, environment
 from perfed.runs.result import Result
 
 Say = Callable[[str], None]
+MOST = 10**12  # samples that a site may say it has
 JUDGED = [f"{part}_{quantity}" for part in JUDGED_PARTS for quantity in QUANTITIES]
 
 
@@ -131,7 +132,11 @@ class Membership:
         for node in self._connected - joined:
             _, asked = self._asked.get(node, ("", -float("inf")))
             if time.monotonic() - asked > self._options.deadline:
-                name = self._transport.send(node, self._invitation, self._options.deadline)
+                try:
+                    name = self._transport.send(node, self._invitation, self._options.deadline)
+                except PerfedError as error:
+                    name = ""
+                    self._say(f"node {node} cannot be asked to join: {error}")
                 self._asked[node] = (name, time.monotonic())
 
     def present(self) -> list[int]:
@@ -227,8 +232,12 @@ class FederatedRun(Coordinator):
         nodes = {task.client: self.membership.node(task.client) for task in jobs}
         for task in jobs:
             envelope = Envelope(headers[task.client], task.message)
-            name = self._transport.send(nodes[task.client], envelope, self.options.deadline)
-            waiting[name] = task.client
+            try:
+                name = self._transport.send(nodes[task.client], envelope, self.options.deadline)
+            except PerfedError as error:
+                self._leave_out(task.client, nodes[task.client], str(error))
+            else:
+                waiting[name] = task.client
         answers: dict[int, Envelope] = {}
         ends = time.monotonic() + self.options.deadline
         while waiting:
@@ -369,14 +378,12 @@ class FederatedRun(Coordinator):
             if judged_alone(self.algorithm):  # a client judges itself whenever it has trained
                 numbers = self.membership.numbers
             else:
-                messages = self._evaluation_messages(round, self.membership.present())
-                tasks = [Task(c, EVALUATE, round, message) for c, message in messages.items()]
-                answers = yield tasks
-                numbers = {
-                    task.client: _numbers(answer.facts)
-                    for task, answer in zip(tasks, answers, strict=True)
-                    if answer is not None
-                }
+                numbers = yield from self._ask_for_numbers(round)
+                while len(numbers) < self.options.minimum and round + 1 == self.experiment.rounds:
+                    self._say("too few have judged the final models; again")  # or there is no end
+                    self._wait_for(self.options.minimum)
+                    numbers = yield from self._ask_for_numbers(round)
+        numbers = alike(numbers)
         if not numbers:
             return {}
         directory.append("clients.jsonl", {"round": round} | self._columns(numbers))
@@ -395,6 +402,35 @@ class FederatedRun(Coordinator):
             np.array([member.sizes["test"] for member in members]),
             [self.progress.trained[client] for client in who],
         )
+
+    def _ask_for_numbers(self, round: int) -> Steps[dict[int, Numbers]]:
+        messages = self._evaluation_messages(round, self.membership.present())
+        tasks = [Task(c, EVALUATE, round, message) for c, message in messages.items()]
+        answers = yield tasks
+        return {
+            task.client: _numbers(answer.facts)
+            for task, answer in zip(tasks, answers, strict=True)
+            if answer is not None
+        }
+
+    def _merge(self, round: int, replies: Mapping[int, Message]) -> None:
+        """One answer that does not fit the others does not end the run: it is left out."""
+        try:
+            super()._merge(round, replies)
+            return
+        except PerfedError:
+            raise
+        except Exception as error:  # whatever an algorithm can stumble over in odd arrays
+            reason = f"the answers of round {round} do not fit together: {error}"
+        for client in replies:
+            try:
+                super()._merge(round, {k: reply for k, reply in replies.items() if k != client})
+            except Exception:
+                continue
+            self._say(f"the answer of client {client} is left out: it does not fit the others'")
+            self._absent[str(client)] = "its answer does not fit the others'"
+            return
+        raise RunError(reason)
 
     def _columns(self, numbers: Mapping[int, Numbers]) -> dict[str, dict[str, list[float | None]]]:
         """A place for every client; those of whom nothing is known have no number."""
@@ -549,6 +585,8 @@ def _checked(task: Header, answer: Envelope | str) -> Envelope:
     if isinstance(answer, str):
         raise Refused(answer)
     check_answer(task, answer)
+    if not isinstance(answer.facts, Mapping):
+        raise Refused("its answer has no facts")
     check_finite(task.round, {"its answer": [*answer.message.arrays.items()]})
     if task.kind == EVALUATE or "numbers" in answer.facts:
         _numbers(answer.facts)
@@ -561,9 +599,9 @@ def _introduction(facts: Mapping[str, Any], clients: int) -> tuple[int, Member, 
     try:
         client, sizes = int(facts["client"]), {p: int(facts["sizes"][p]) for p in PARTS}
         member = Member(str(facts["architecture"]), sizes, str(facts["site"]))
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         raise Refused("it does not say who it is") from None
-    if not 0 <= client < clients or min(sizes.values()) < 1:
+    if not 0 <= client < clients or not 1 <= min(sizes.values()) <= max(sizes.values()) <= MOST:
         raise Refused(f"client {client} with {sizes} samples: there is no such client")
     return client, member, _numbers(facts) if "numbers" in facts else {}
 
@@ -580,6 +618,13 @@ def _numbers(facts: Mapping[str, Any]) -> Numbers:
     except (KeyError, TypeError, ValueError):
         raise Refused("its judgement of its models is not one") from None
     return {kind: {name: float(numbers[kind][name]) for name in JUDGED} for kind in numbers}
+
+
+def alike(numbers: Mapping[int, Numbers]) -> dict[int, Numbers]:
+    """Without those who judge other kinds of models than most do."""
+    kinds = Counter(tuple(sorted(judged)) for judged in numbers.values())
+    usual = kinds.most_common(1)[0][0] if kinds else ()
+    return {k: judged for k, judged in numbers.items() if tuple(sorted(judged)) == usual}
 
 
 def _from_columns(line: Mapping[str, Any], clients: int) -> dict[int, Numbers]:

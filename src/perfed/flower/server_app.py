@@ -9,7 +9,7 @@ from flwr.app import Context, MessageType
 from flwr.app import Message as FlowerMessage
 from flwr.serverapp import Grid, ServerApp
 
-from perfed.core.errors import PerfedError
+from perfed.core.errors import PerfedError, RunError
 from perfed.flower import codec
 from perfed.flower.coordinator import coordinate
 from perfed.flower.protocol import EVALUATE, JOIN, Envelope
@@ -51,8 +51,10 @@ class FlowerTransport:
             ttl=seconds + CLOCKS,
             group_id=str(task.header.round),
         )
-        (name,) = self._grid.push_messages([message])
-        return name
+        names = list(self._grid.push_messages([message]))
+        if len(names) != 1 or not names[0]:  # too large, or the node is registered no more
+            raise RunError("Flower does not take the message")
+        return names[0]
 
     def receive(self, names: Iterable[str]) -> dict[str, Envelope | str]:
         arrived: dict[str, Envelope | str] = {}

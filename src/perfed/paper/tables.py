@@ -72,6 +72,12 @@ class Plan:
     def rows(self) -> Sequence[Row]:
         return TABLE_1 if self.table == 1 else TABLE_2
 
+    @property
+    def title(self) -> str:
+        """What its files are called."""
+        ending = "" if self.selection == "uniform" else f"-{self.selection}"
+        return f"table{self.table}-{self.settings}{ending}"
+
     def published_fraction(self, fraction: float) -> float:
         """The paper's column beside which a fraction is shown."""
         return FRACTIONS[0] if self.quick else fraction
@@ -167,11 +173,14 @@ class Finding:
         return statistics.mean(changes)
 
     def cost(self) -> float:
-        """Parameters in the paper's counting, over as many rounds as its cost column has."""
-        per_round: list[float] = [
-            (s["traffic"]["up_parameters"] + s["traffic"]["down_parameters"]) / s["rounds"]
-            for s in (record["summary"] for record in self.records)
-        ]
+        """In the paper's counting, of as many rounds as its cost column has, at this run's mean;
+        what crosses once, before the first, it does not count."""
+        names = ("up_parameters", "down_parameters")
+        per_round: list[float] = []
+        for record in self.records:
+            total, before = record["summary"]["traffic"], record["opening"]
+            crossed = sum(total[name] - before.get(name, 0) for name in names)
+            per_round.append(crossed / record["summary"]["rounds"])
         return COST_ROUNDS * statistics.mean(per_round)
 
 
@@ -219,7 +228,7 @@ ACCURACY_NOTE = (
     "chosen: in the round that was best on validation data. "
     "best*: in the best test round, which is what the paper reports; it is chosen by test data, so "
     "it flatters. difference: best* − paper. "
-    f"cost: 10⁷ parameters over {COST_ROUNDS} rounds, counted as the paper does."
+    f"cost: 10⁷ parameters for {COST_ROUNDS} rounds like the mean of these, as the paper counts."
 )
 
 
@@ -268,13 +277,15 @@ GAINS_NOTE = (
 
 def _gains_table(fraction: float, here: Sequence[Finding]) -> Table:
     local = next((f for f in here if f.row.algorithm["name"] == "local"), None)
-    groups = _groups(here[0].records)
+    groups = _groups(record for finding in here for record in finding.records)
     header = ("", "all", *groups, "harmed %")
     rows = []
     for finding in here:
         if local is None or finding is local:
             continue
         gains = _client_gains(finding, local)
+        if not gains:  # no seed in common: a shard
+            continue
         cells = [f"{statistics.mean(g for g, _, _ in gains):+.1f}"]
         for inside in groups.values():
             members = [g for g, size, labels in gains if inside(size, labels)]
@@ -325,11 +336,13 @@ def gain_of_small_clients(finding: Finding, local: Finding) -> float:
     return statistics.mean(g for g, size, _ in _client_gains(finding, local) if size <= most)
 
 
-def plot(plan: Plan, records: Mapping[str, Record]) -> Figure:
-    """Ours and the paper's accuracy, a line for each method."""
+def plot(plan: Plan, records: Mapping[str, Record]) -> Figure | None:
+    """Ours and the paper's accuracy, a line for each method; nothing where all have failed."""
     from matplotlib.figure import Figure  # not pyplot: a notebook's own backend stays as it is
 
     found = findings(plan, records)
+    if not found:
+        return None
     fractions = [c for c in plan.fractions if any(f.fraction == c for f in found)]
     labels = [row.label for row in plan.rows if any(f.row is row for f in found)]
     figure = Figure(figsize=(2 + 4.2 * len(fractions), 1.4 + 0.3 * len(labels)))

@@ -15,10 +15,10 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import torch
 
-from perfed.config import Experiment
+from perfed.config import Experiment, parse, read_mapping
 from perfed.core.algorithm import Algorithm, ClientInfo, Reply, Server
 from perfed.core.channel import Channel, Traffic
-from perfed.core.errors import Diverged
+from perfed.core.errors import Diverged, RunError
 from perfed.core.message import Message
 from perfed.core.metrics import Columns, summarize
 from perfed.core.streams import torch_stream
@@ -130,8 +130,11 @@ class Coordinator(ABC):
     def steps(self, directory: RunDirectory) -> Steps[Result]:
         """The whole run in a locked directory, from its start or from its newest checkpoint."""
         directory.remove_leftovers()
-        if not (directory.path / "config.yaml").is_file():
+        config = directory.path / "config.yaml"
+        if not config.is_file():
             directory.write_yaml("config.yaml", self.experiment.to_mapping())
+        elif parse(read_mapping(config)) != self.experiment:
+            raise RunError(f"{directory.path} was begun with other settings: choose another folder")
         self._open(directory)
         checkpoints = Checkpoints(directory)
         saved = checkpoints.load(self.device)

@@ -131,7 +131,7 @@ def make_directory(path: Path) -> None:
     """A new directory; never one that has something in it."""
     try:
         path.mkdir(parents=True, exist_ok=True)
-        if any(path.iterdir()):
+        if any(entry.name != LOCK for entry in path.iterdir()):
             raise RunError(
                 f"{path} exists already: choose another, or continue it with --resume {path}"
             )

@@ -129,6 +129,8 @@ def read_record(path: Path) -> Record:
         record: Record = json.loads(path.read_text("utf-8"))
     except ValueError as error:
         raise RunError(f"{path} is corrupt: {error}") from None
+    if not isinstance(record, dict) or "config" not in record:
+        raise RunError(f"{path} is not a study's record")
     return record
 
 
@@ -139,11 +141,12 @@ def record_of(folder: Path) -> Record:
         "config": result.experiment.to_mapping(),
         "environment": directory.read_json("environment.json"),
     }
-    if (folder / FAILED).is_file():
+    if not directory.finished and (folder / FAILED).is_file():
         return kept | {"failed": directory.read_json(FAILED)["error"]}
     timing = directory.lines("timing.jsonl")
     return kept | {
         "summary": result.summary,
+        "opening": _opening_traffic(directory),
         "curve": _curve(directory),
         "clients": _clients(directory),
         "seconds": round(sum(sum(_phases(line)) for line in timing), 2),
@@ -152,6 +155,12 @@ def record_of(folder: Path) -> Record:
 
 def _phases(line: Mapping[str, Any]) -> Iterator[float]:
     return (value for name, value in line.items() if name != "round")
+
+
+def _opening_traffic(directory: RunDirectory) -> dict[str, int]:
+    """What crossed before the first round, where a method has an initial set S(−1)."""
+    lines = [line for line in directory.lines("rounds.jsonl") if line["round"] < 0]
+    return dict(lines[0]["traffic"]) if lines else {}
 
 
 def _curve(directory: RunDirectory) -> dict[str, list[list[float]]]:

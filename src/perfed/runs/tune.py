@@ -115,11 +115,15 @@ def tables(result: Mapping[str, Any]) -> list[Table]:
     for trial in result["trials"]:
         score = _mean(trial["validation_accuracy"])
         shown = "diverged" if trial["failed"] else f"{100 * score:.1f}"
-        rows.append([*(f"{trial['choice'][key]:g}" for key in keys), shown])
+        rows.append([*(shown_value(trial["choice"][key]) for key in keys), shown])
     note = f"Mean validation accuracy in %, after the last round, seeds {result['seeds']}. "
-    note += f"{len(rows)} of {result['of']} settings tried."
+    note += f"{len(rows)} of {result['of']} settings tried; of equals, the first counts."
     title = f"Settings of {result['algorithm']}"
     return [Table(title, [*keys, "validation accuracy"], rows, note, names=0)]
+
+
+def shown_value(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _mean(values: Sequence[float]) -> float:
