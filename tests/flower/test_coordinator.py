@@ -345,6 +345,8 @@ def test_the_reports_of_a_simulation_work_on_a_federation(tmp_path: Path) -> Non
         (JOIN, {"client": "all"}),
         (JOIN, {"sizes": {"train": 0, "validation": 1, "test": 1}}),
         (JOIN, {"sizes": None}),
+        (JOIN, {"sizes": {"train": float("inf"), "validation": 1, "test": 1}}),
+        (JOIN, {"sizes": {"train": 10**30, "validation": 1, "test": 1}}),
         (JOIN, {"numbers": {"personal": {"test_accuracy": "high"}}}),
         (ROUND, {"numbers": {"imperial": {}}}),
         (ROUND, {"numbers": None}),
@@ -372,3 +374,68 @@ def test_a_site_that_talks_nonsense_harms_nobody(
     last = lines(result.path, "rounds.jsonl")[-1]
     assert 1 not in last["clients"]
     assert last["clients"]
+
+
+@pytest.mark.parametrize("oddity", ["another name", "another shape", "nothing"])
+def test_an_answer_that_does_not_fit_the_others_is_left_out(oddity: str, tmp_path: Path) -> None:
+    folder = write_federation(tmp_path / "federation", rounds=2, clients_per_round=3)
+
+    class Odd(Desk):
+        """Node 11's answers are."""
+
+        def send(self, node: int, task: Envelope, seconds: float) -> str:
+            name = super().send(node, task, seconds)
+            answer = self._arrived.get(name)
+            if node == 11 and task.header.kind == ROUND and isinstance(answer, Envelope):
+                right = answer.message["soft_decisions"]
+                arrays = {
+                    "another name": {"other": right},
+                    "another shape": {"soft_decisions": right[:3]},
+                    "nothing": {},
+                }[oddity]
+                odd = Message.from_arrays(arrays)
+                self._arrived[name] = answer.answer(odd, dict(answer.facts))
+            return name
+
+    result = run(folder, Odd(desk(folder).sites))
+    assert result.summary["finished"]
+    assert "does not fit" in lines(result.path, "rounds.jsonl")[-1]["absent"]["1"]
+
+
+def test_the_final_models_are_judged_though_nobody_answers_at_first(tmp_path: Path) -> None:
+    folder = write_federation(
+        tmp_path / "federation", SAME, algorithm="fedavg", rounds=2, evaluate_every=2
+    )
+    silent = iter([True] * 3)
+
+    def fate(node: int, task: Envelope) -> str | None:
+        lost = task.header.kind == EVALUATE and next(silent, False)
+        return "node unavailable" if lost else None
+
+    result = run(folder, desk(folder, fate))
+    assert result.summary["finished"]
+    assert result.summary["rounds"] == 2
+
+
+def test_a_message_that_flower_does_not_take_leaves_one_site_out(tmp_path: Path) -> None:
+    folder = write_federation(tmp_path / "federation", rounds=4, clients_per_round=3)
+
+    class Full(Desk):
+        """There is no room for what node 12 is to get in round 0."""
+
+        def send(self, node: int, task: Envelope, seconds: float) -> str:
+            if node == 12 and task.header.kind == ROUND and task.header.round == 0:
+                raise RunError("Flower does not take the message")
+            return super().send(node, task, seconds)
+
+    result = run(folder, Full(desk(folder).sites))
+    first, *_, last = (line for line in lines(result.path, "rounds.jsonl") if line["round"] >= 0)
+    assert 2 not in first["clients"]
+    assert 2 in last["clients"]
+
+
+def test_a_start_that_failed_does_not_block_the_folder(tmp_path: Path) -> None:
+    folder = write_federation(tmp_path / "federation", rounds=1)
+    (folder / "run").mkdir()
+    (folder / "run" / ".lock").touch()
+    assert run(folder, desk(folder)).summary["finished"]
