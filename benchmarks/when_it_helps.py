@@ -23,7 +23,7 @@ from typing import Any
 from perfed import Experiment
 from perfed.config import apply_override
 from perfed.core.schema import from_mapping
-from perfed.runs.study import Record, Study
+from perfed.runs.study import Record, Study, client_gains
 
 ROOT = Path(__file__).parents[1]
 SEEDS = (0, 1, 2)
@@ -139,18 +139,6 @@ def settings(which: str) -> list[Setting]:
     return rows
 
 
-def gains(record: Record, local: Record) -> list[tuple[float, int, int]]:
-    """Points above the client's own local model, its training samples, its labels."""
-    ours, theirs = (r["clients"]["test_accuracy"]["personal"] for r in (record, local))
-    clients = record["clients"]
-    return [
-        (100 * (a - b), size, labels)
-        for a, b, size, labels in zip(
-            ours, theirs, clients["train_size"], clients["train_labels"], strict=True
-        )
-    ]
-
-
 def cell(name: str, by_method: Mapping[str, list[Record]], setting: Setting) -> dict[str, Any]:
     """One setting's numbers: accuracy by seed, and the gains of groups of clients."""
     row: dict[str, Any] = {"data": name, **vars(setting), "methods": {}}
@@ -159,7 +147,7 @@ def cell(name: str, by_method: Mapping[str, list[Record]], setting: Setting) -> 
         entry: dict[str, Any] = {"accuracy": [round(x["test_accuracy"], 5) for x in last]}
         if method != "local":
             pairs = zip(records, by_method["local"], strict=True)
-            all_gains = [g for one, other in pairs for g in gains(one, other)]
+            all_gains = [g for one, other in pairs for g in client_gains(one, other, "personal")]
             entry["gain"] = {
                 group: round(statistics.mean(g for g, _, _ in members), 2)
                 for group, members in {

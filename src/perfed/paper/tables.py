@@ -25,7 +25,7 @@ from perfed.paper.costs import three_digits
 from perfed.paper.published import FRACTIONS, TABLE_1, TABLE_2, WEIGHT, Row
 from perfed.report.layout import Table
 from perfed.report.tables import spread
-from perfed.runs.study import Record, Study
+from perfed.runs.study import Record, Study, client_gains
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -312,22 +312,14 @@ def _groups(records: Iterable[Record]) -> dict[str, Any]:
 
 
 def _client_gains(finding: Finding, local: Finding) -> list[tuple[float, int, int]]:
-    """Points gained, training samples and labels of every client of every common seed."""
+    """Those of all seeds that both have."""
     theirs = {record["config"]["seed"]: record for record in local.records}
-    gains: list[tuple[float, int, int]] = []
-    for record in finding.records:
-        if (other := theirs.get(record["config"]["seed"])) is None:
-            continue
-        clients = record["clients"]
-        for accuracy, alone, size, labels in zip(
-            clients["test_accuracy"][finding.row.kind],
-            other["clients"]["test_accuracy"]["personal"],
-            clients["train_size"],
-            clients["train_labels"],
-            strict=True,
-        ):
-            gains.append((100 * (accuracy - alone), size, labels))
-    return gains
+    return [
+        gain
+        for record in finding.records
+        if (other := theirs.get(record["config"]["seed"])) is not None
+        for gain in client_gains(record, other, finding.row.kind)
+    ]
 
 
 def gain_of_small_clients(finding: Finding, local: Finding) -> float:

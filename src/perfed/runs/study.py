@@ -195,3 +195,18 @@ def _clients(directory: RunDirectory) -> Record:
             if kind != "round"
         },
     }
+
+
+def client_gains(record: Record, local: Record, kind: str) -> list[tuple[float, int, int]]:
+    """Of every client: points above its own local model, training samples, labels among them."""
+    clients = record["clients"]
+    return [
+        (100 * (accuracy - alone), size, labels)
+        for accuracy, alone, size, labels in zip(
+            clients["test_accuracy"][kind],
+            local["clients"]["test_accuracy"]["personal"],
+            clients["train_size"],
+            clients["train_labels"],
+            strict=True,
+        )
+    ]
