@@ -439,3 +439,26 @@ def test_a_start_that_failed_does_not_block_the_folder(tmp_path: Path) -> None:
     (folder / "run").mkdir()
     (folder / "run" / ".lock").touch()
     assert run(folder, desk(folder)).summary["finished"]
+
+
+def test_who_judges_other_models_than_the_rest_is_not_counted(tmp_path: Path) -> None:
+    folder = write_federation(tmp_path / "federation", rounds=1)
+
+    class Other(Desk):
+        """Node 11 judges a global model, where there are personal ones."""
+
+        def send(self, node: int, task: Envelope, seconds: float) -> str:
+            name = super().send(node, task, seconds)
+            answer = self._arrived[name]
+            if node == 11 and isinstance(answer, Envelope) and "numbers" in answer.facts:
+                numbers = {"global": answer.facts["numbers"]["personal"]}
+                self._arrived[name] = answer.answer(
+                    answer.message, {**answer.facts, "numbers": numbers}
+                )
+            return name
+
+    result = run(folder, Other(desk(folder).sites))
+    judged = lines(result.path, "clients.jsonl")[-1]
+    assert judged.keys() == {"round", "personal"}
+    counted = [value is not None for value in judged["personal"]["test_accuracy"]]
+    assert counted == [True, False, True]

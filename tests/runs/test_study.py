@@ -13,7 +13,7 @@ import pytest
 import perfed
 from perfed import Execution, Experiment
 from perfed.core.errors import ConfigError, RunError
-from perfed.runs.study import Shard, Study
+from perfed.runs.study import Shard, Study, client_gains
 from tests.conftest import SEQUENTIAL, STACKED, tiny
 
 
@@ -196,3 +196,16 @@ def test_killed_in_the_middle_the_command_goes_on(tmp_path: Path) -> None:
     trials = json.loads(resumed.stdout)["trials"]
     assert trials == json.loads(whole.stdout)["trials"]
     assert len(trials) == 2
+
+
+def test_gains_are_against_the_clients_own_local_model() -> None:
+    def record(kind: str, accuracy: list[float]) -> dict[str, object]:
+        sizes = {"train_size": [2, 30, 400], "train_labels": [1, 2, 3]}
+        return {"clients": {**sizes, "test_accuracy": {kind: accuracy}}}
+
+    found = client_gains(
+        record("global", [0.5, 0.9, 0.2]), record("personal", [0.25, 0.5, 0.75]), "global"
+    )
+    points = [gain for gain, _, _ in found]
+    assert points == pytest.approx([25.0, 40.0, -55.0])
+    assert [(size, labels) for _, size, labels in found] == [(2, 1), (30, 2), (400, 3)]
