@@ -9,6 +9,7 @@ from perfed.algorithms.hypcluster import HypCluster
 from perfed.algorithms.local import Local
 from perfed.algorithms.majority import Majority
 from perfed.algorithms.perfed_ckt import PerFedCKT
+from perfed.algorithms.perfed_evidence import PerFedEvidence
 from perfed.algorithms.perfedavg import PerFedAvg
 from perfed.algorithms.scaffold import Scaffold
 
@@ -23,5 +24,6 @@ __all__ = [
     "Majority",
     "PerFedAvg",
     "PerFedCKT",
+    "PerFedEvidence",
     "Scaffold",
 ]

@@ -93,7 +93,14 @@ class ClassPrior(NamedTuple):
     logits: Tensor
 
 
-Judged = Weights | ClassPrior
+class Shifted(NamedTuple):
+    """A model whose logits are moved, the same for every input: a label mix put back, say."""
+
+    weights: Weights
+    offset: Tensor
+
+
+Judged = Weights | Shifted | ClassPrior
 
 
 class Client(Protocol):
@@ -136,6 +143,9 @@ class Client(Protocol):
 
     def loss(self, weights: Weights, part: str) -> Tensor:
         """Mean cross-entropy on the client's ``train`` or ``validation`` data."""
+
+    def accuracy(self, model: Judged, part: str) -> Tensor:
+        """Share of the client's ``train`` or ``validation`` data that ``model`` gets right."""
 
     def label_counts(self) -> Tensor:
         """How often each class occurs in the training data."""

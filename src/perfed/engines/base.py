@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from perfed.core.algorithm import Objective, Private, Public
+from perfed.core.algorithm import ClassPrior, Judged, Objective, Private, Public, Shifted
 from perfed.core.message import Message
 from perfed.core.streams import stream_key, torch_stream, uniform_indices
 from perfed.core.tree import Tree, Weights
@@ -195,7 +195,21 @@ class EngineClient:
 
     def loss(self, weights: Weights, part: str) -> Tensor:
         where = self.population.positions(self.id, part)
-        return cross_entropy(self.ask(Logits(self, weights, where)), self.population.y[where])
+        return cross_entropy(self.logits(weights, where), self.population.y[where])
+
+    def accuracy(self, model: Judged, part: str) -> Tensor:
+        where = self.population.positions(self.id, part)
+        right = self.logits(model, where).argmax(1) == self.population.y[where]
+        return right.double().mean()
+
+    def logits(self, model: Judged, where: Tensor) -> Tensor:
+        """What ``model`` says of the population's samples at ``where``."""
+        if isinstance(model, ClassPrior):
+            return model.logits.expand(len(where), -1)
+        if isinstance(model, Shifted):
+            return self.logits(model.weights, where) + model.offset
+        logits: Tensor = self.ask(Logits(self, model, where))
+        return logits
 
     def sgd(
         self,

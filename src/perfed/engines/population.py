@@ -17,7 +17,7 @@ from perfed.core.message import Message
 from perfed.core.metrics import PARTS
 from perfed.core.tree import Weights
 from perfed.data import Federation
-from perfed.engines.base import Call, ClientRecord, Engine, EngineClient, Job, Logits, Method
+from perfed.engines.base import Call, ClientRecord, Engine, EngineClient, Job, Method
 from perfed.engines.store import ClientStore
 from perfed.models import Models, build_module, initial_weights
 
@@ -143,10 +143,7 @@ class Population:
         labels = [self.y[where] for where in places]
         judged: dict[str, dict[str, Tensor]] = {}
         for kind, model in models.items():
-            if isinstance(model, Weights):
-                logits = client.ask(Logits(client, model, torch.cat(places)))
-            else:
-                logits = model.logits.expand(sum(map(len, places)), -1)
+            logits = client.logits(model, torch.cat(places))
             judged[kind] = {}
             for part, y, z in zip(PARTS, labels, logits.split([*map(len, places)]), strict=True):
                 judged[kind][f"{part}_accuracy"] = (z.argmax(1) == y).double().mean()

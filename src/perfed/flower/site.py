@@ -36,7 +36,7 @@ from perfed.core.errors import ConfigError, Diverged, PerfedError, RunError
 from perfed.core.message import Message
 from perfed.core.schema import from_mapping, to_mapping
 from perfed.core.threads import cpu_threads
-from perfed.core.tree import Weights, flatten, unflatten
+from perfed.core.tree import flatten, unflatten
 from perfed.data import ClientSplit, Federation
 from perfed.engines import ClientRecord, Execution, Population, SequentialEngine
 from perfed.engines.execution import fitting_threads
@@ -53,6 +53,7 @@ from perfed.flower.protocol import (
 from perfed.flower.settings import SiteOptions, read_site
 from perfed.models import Models
 from perfed.runs.coordinator import check_finite
+from perfed.runs.result import tensors_of
 
 PARTS = ("train", "validation", "test")
 BEFORE_ALL = -2  # the last round of a site that has done none; the opening is −1
@@ -293,8 +294,7 @@ class Site:
         if not all(torch.isfinite(torch.tensor([*n.values()])).all() for n in numbers.values()):
             raise Diverged(f"round {round}: the loss here is not finite")
         chosen = models.get("personal", models.get("global"))
-        tensors = chosen.params | chosen.buffers if isinstance(chosen, Weights) else {}
-        return numbers, tensors
+        return numbers, {} if chosen is None else tensors_of(chosen)
 
     def _report(
         self,

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from perfed.config import Comparison, Experiment, parse, read_mapping
 from perfed.core import tensorfile
+from perfed.core.algorithm import ClassPrior, Judged, Shifted
 from perfed.core.errors import RunError
 from perfed.core.metrics import PARTS, QUANTITIES
 from perfed.models import architectures, build_module
@@ -34,6 +35,31 @@ class ConstantLogits(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.get_buffer("logits")
         return logits.expand(len(x), -1)
+
+
+class ShiftedLogits(nn.Module):
+    """A network and the label mix of its client."""
+
+    def __init__(self, network: nn.Module, offset: Tensor) -> None:
+        super().__init__()
+        self.network = network
+        self.register_buffer("offset", offset)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.network(x) + self.get_buffer("offset")
+        return logits
+
+
+CONSTANT, OFFSET = "class_prior_logits", "logit_offset"
+
+
+def tensors_of(model: Judged) -> dict[str, Tensor]:
+    """A model as its file holds it; :meth:`Result.model` makes a module of it again."""
+    if isinstance(model, ClassPrior):
+        return {CONSTANT: model.logits}
+    if isinstance(model, Shifted):
+        return tensors_of(model.weights) | {OFFSET: model.offset}
+    return model.params | model.buffers
 
 
 class Result:
@@ -146,8 +172,9 @@ class Result:
         if kind is not None and kind not in files:
             raise RunError(f"client {client} has no {kind} model, only {', '.join(files)}")
         tensors = tensorfile.load(self.path / "models" / (files[kind] if kind else headline(files)))
-        if "class_prior_logits" in tensors:
-            return ConstantLogits(tensors["class_prior_logits"])
+        if CONSTANT in tensors:
+            return ConstantLogits(tensors[CONSTANT])
+        offset = tensors.pop(OFFSET, None)
         architecture = architectures.build(index["architectures"][entry["architecture"]])
         module = build_module(architecture, tuple(index["input_shape"]), index["classes"])
         own = dict(module.named_parameters()) | dict(module.named_buffers())
@@ -155,7 +182,7 @@ class Result:
             raise RunError(f"{files} holds other tensors than '{architecture.label()}' has now")
         for name, tensor in own.items():
             tensor.data = tensors[name]
-        return module.eval()
+        return (module if offset is None else ShiftedLogits(module, offset)).eval()
 
     def table(self) -> str:
         """The summary as plain text."""

@@ -20,7 +20,7 @@ from perfed.core.message import Message
 from perfed.core.schema import plain
 from perfed.core.selection import select_clients
 from perfed.core.threads import WRITERS, cpu_threads, in_threads
-from perfed.core.tree import Weights, flatten
+from perfed.core.tree import flatten
 from perfed.data import build_federation
 from perfed.engines import ClientRecord, ClientStore, Engine, Execution, Outcome, Population
 from perfed.engines.execution import fitting_threads, largest_model
@@ -35,7 +35,7 @@ from perfed.runs.coordinator import (
     summaries,
 )
 from perfed.runs.directory import RunDirectory, default_path, environment
-from perfed.runs.result import Result
+from perfed.runs.result import Result, tensors_of
 
 AUTOMATIC = Execution()
 MODELS_AT_ONCE = 64  # are in memory while the final ones are written
@@ -299,10 +299,7 @@ def _named(models: Mapping[int, Mapping[str, Judged]]) -> Iterator[tuple[str, st
 
 def _encoded(named: tuple[str, str, Judged]) -> tuple[str, str, bytes, bytes]:
     client, kind, model = named
-    if isinstance(model, Weights):
-        content = tensorfile.encode(model.params | model.buffers)
-    else:
-        content = tensorfile.encode({"class_prior_logits": model.logits})
+    content = tensorfile.encode(tensors_of(model))
     return client, kind, content, blake2b(content).digest()
 
 
