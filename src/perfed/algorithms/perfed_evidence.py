@@ -23,9 +23,12 @@ known about x:
 
       λ ‖softmax(z(x) + log μ_k) − softmax(ℓ(x) + log μ_k)‖².
 
-- Beside this model a client trains one alone, on the same mini-batches, and uses the first only
-  while it answers more validation samples rightly. Then the accuracy on validation data is no
-  held-out evidence any more. ``keep_alone: false`` does without, for half the work.
+- Beside this *taught* model a client trains one alone, on the same mini-batches, and uses the
+  taught one only where there is reason to. Where the two disagree about a validation sample, one of
+  them wins; a client tells the server how often either did, and the server tells all the share of
+  the taught models' wins. That share counts for a client like two wins and losses of its own: a
+  client with a handful of samples profits from what all others found. The accuracy on validation
+  data is then no held-out evidence any more. ``keep_alone: false`` does without, for half the work.
 """
 
 from __future__ import annotations
@@ -61,52 +64,71 @@ CONCENTRATIONS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 SMALLEST_PROBABILITY = 1e-4
 # Share of a client's weight that classes it never speaks of have; keeps logarithms and the linear
 # system finite, and is far below one sample.
-SMALLEST_SHARE = 1e-3
+SMALLEST_SHARE = 1e-4
 RIDGE = 1e-3
+# What everybody found counts for a client like so many disagreements of its own.
+PRIOR_STRENGTH = 2.0
+# A client's share of wins must be above this for it to use the taught model, …
+ENOUGH = 2 / 3
+# … and the share among all clients above this where its own samples do not decide.
+ENOUGH_UNSEEN = 0.9
 
 
 @algorithms.register("perfed-evidence")
 @dataclass(frozen=True)
 class PerFedEvidence(Algorithm):
-    weight: float = option(4.0, "weight of agreement with the pooled evidence", symbol="λ", ge=0)
+    weight: float = option(8.0, "weight of agreement with the pooled evidence", symbol="λ", ge=0)
     keep_alone: bool = option(
-        True, "train a model alone too, and use whichever answers more validation samples rightly"
+        True,
+        "train a model alone too, and use the taught one where validation samples speak for it",
     )
 
     needs_public_set = trains_on_public_set = True
 
     def first_message(self, client: Client) -> Message:
-        return self.message(client, label_mix(client.label_counts()))
+        mix = label_mix(client.label_counts())
+        return self.message(client, mix, contest=mix.new_zeros(2))
 
-    def message(self, client: Client, mix: Tensor) -> Message:
+    def message(self, client: Client, mix: Tensor, contest: Tensor) -> Message:
         spoken = client.soft_decisions() * mix
-        return Message(soft_decisions=spoken / spoken.sum(1, keepdim=True), samples=client.samples)
+        return Message(
+            soft_decisions=spoken / spoken.sum(1, keepdim=True),
+            samples=client.samples,
+            contest=contest,
+        )
 
     def merge(self, server: Server, state: Tree, replies: Sequence[Reply]) -> Tree:
         bank = state.get("bank", {}) | {str(r.client.id): dict(r.message) for r in replies}
-        decisions = torch.stack([sent["soft_decisions"] for sent in bank.values()])
-        samples = torch.stack([sent["samples"] for sent in bank.values()])
-        return {"bank": bank, "evidence": pooled_evidence(decisions, samples)}
+
+        def everybodys(name: str) -> Tensor:
+            return torch.stack([sent[name] for sent in bank.values()])
+
+        wins, losses = everybodys("contest").sum(0)
+        return {
+            "bank": bank,
+            "evidence": pooled_evidence(everybodys("soft_decisions"), everybodys("samples")),
+            "win_share": (wins + 1) / (wins + losses + 2),
+        }
 
     def broadcast(self, server: Server, state: Tree, client: ClientInfo) -> Message:
-        return Message(evidence=state["evidence"])
+        return Message(evidence=state["evidence"], win_share=state["win_share"])
 
     def client_round(self, client: Client, message: Message) -> Message:
-        mix = label_mix(client.label_counts()).to(message["evidence"])
+        mix = label_mix(client.label_counts())
         attention = (mix + 1 / len(mix)) / 2
         teacher = softmax(message["evidence"] + attention.log(), dim=1)
         alone = client.state.get("alone", client.weights)
         client.weights = client.sgd(
             client.weights, self.objective, mix.log(), attention.log(), teacher, stream=0
         )
+        contest = mix.new_zeros(2)
         if self.keep_alone:
             alone = client.sgd(alone, supervised, stream=0)
-            taught = client.accuracy(Shifted(client.weights, mix.log()), "validation")
-            client.state = {
-                "alone": alone,
-                "trusts": taught > client.accuracy(alone, "validation"),
-            }
-        return self.message(client, mix)
+            taught = client.correct(Shifted(client.weights, mix.log()), "validation")
+            untaught = client.correct(alone, "validation")
+            contest = torch.stack([(taught & ~untaught).sum(), (untaught & ~taught).sum()]).to(mix)
+            client.state = {"alone": alone, "taught": trusts(contest, message["win_share"])}
+        return self.message(client, mix, contest)
 
     def objective(
         self,
@@ -125,13 +147,21 @@ class PerFedEvidence(Algorithm):
 
     def models(self, client: Client, message: Message) -> dict[str, Judged]:
         log_mix = label_mix(client.label_counts()).log()
-        if "trusts" not in client.state:
+        if "taught" not in client.state:
             return {"personal": Shifted(client.weights, log_mix)}
-        trusts = client.state["trusts"]
+        taught = client.state["taught"]
         weights = combine(
-            [client.weights, client.state["alone"]], lambda pair: torch.where(trusts, *pair)
+            [client.weights, client.state["alone"]],
+            lambda pair: torch.where(taught, pair[0], pair[1]),
         )
-        return {"personal": Shifted(weights, torch.where(trusts, log_mix, 0.0))}
+        return {"personal": Shifted(weights, torch.where(taught, log_mix, 0.0))}
+
+
+def trusts(contest: Tensor, win_share: Tensor) -> Tensor:
+    """Whether a client with these wins and losses uses the taught model."""
+    wins, losses = contest
+    own = (wins + PRIOR_STRENGTH * win_share) / (wins + losses + PRIOR_STRENGTH)
+    return torch.where(wins == losses, win_share > ENOUGH_UNSEEN, (wins > losses) & (own > ENOUGH))
 
 
 def label_mix(counts: Tensor) -> Tensor:
@@ -161,7 +191,7 @@ def pooled_evidence(decisions: Tensor, samples: Tensor) -> Tensor:
     spoken = decisions.mean(1) + SMALLEST_SHARE
     spoken = spoken / spoken.sum(1, keepdim=True)  # q, (m, N)
     ratios = decisions.clamp(min=SMALLEST_PROBABILITY).log() - spoken.log()[:, None]
-    weights = samples.double()[:, None] * spoken  # (m, N)
+    weights = samples.to(spoken)[:, None] * spoken  # (m, N)
     # The best c_k(x) is the weighted mean of what is left over; put in, the sum over clients of
     # diag(w) − w wᵀ / Σw is the Laplacian of a graph of classes whose edges are the clients.
     ratios = ratios - (ratios * spoken[:, None]).sum(2, keepdim=True)
@@ -172,4 +202,5 @@ def pooled_evidence(decisions: Tensor, samples: Tensor) -> Tensor:
         laplacian + ridge * unit, torch.einsum("mn,mpn->np", weights, ratios)
     ).T
     evidence = evidence - evidence.mean(1, keepdim=True)
-    return evidence.to(torch.get_default_dtype())
+    result: Tensor = evidence.to(torch.get_default_dtype())
+    return result

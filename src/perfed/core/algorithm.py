@@ -144,8 +144,8 @@ class Client(Protocol):
     def loss(self, weights: Weights, part: str) -> Tensor:
         """Mean cross-entropy on the client's ``train`` or ``validation`` data."""
 
-    def accuracy(self, model: Judged, part: str) -> Tensor:
-        """Share of the client's ``train`` or ``validation`` data that ``model`` gets right."""
+    def correct(self, model: Judged, part: str) -> Tensor:
+        """Which samples of the client's ``train`` or ``validation`` data ``model`` gets right."""
 
     def label_counts(self) -> Tensor:
         """How often each class occurs in the training data."""

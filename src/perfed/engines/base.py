@@ -197,10 +197,9 @@ class EngineClient:
         where = self.population.positions(self.id, part)
         return cross_entropy(self.logits(weights, where), self.population.y[where])
 
-    def accuracy(self, model: Judged, part: str) -> Tensor:
+    def correct(self, model: Judged, part: str) -> Tensor:
         where = self.population.positions(self.id, part)
-        right = self.logits(model, where).argmax(1) == self.population.y[where]
-        return right.double().mean()
+        return self.logits(model, where).argmax(1) == self.population.y[where]
 
     def logits(self, model: Judged, where: Tensor) -> Tensor:
         """What ``model`` says of the population's samples at ``where``."""

@@ -145,7 +145,9 @@ class Population:
         for kind, model in models.items():
             logits = client.logits(model, torch.cat(places))
             judged[kind] = {}
-            for part, y, z in zip(PARTS, labels, logits.split([*map(len, places)]), strict=True):
+            for part, y, z in zip(
+                PARTS, labels, torch.split(logits, [*map(len, places)]), strict=True
+            ):
                 judged[kind][f"{part}_accuracy"] = (z.argmax(1) == y).double().mean()
                 judged[kind][f"{part}_loss"] = cross_entropy(z, y).double()
         return judged
