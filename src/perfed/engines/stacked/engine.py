@@ -29,14 +29,18 @@ from perfed.engines.local import LocalEngine
 from perfed.engines.population import Population
 from perfed.engines.precision import FLOAT32, Precision
 from perfed.engines.sequential import SequentialEngine
-from perfed.engines.stacked.recorded import RecordedForward, RecordedTraining
+from perfed.engines.stacked.recorded import (
+    RecordedForward,
+    RecordedTraining,
+    TapedForward,
+    TapedTraining,
+)
 from perfed.engines.stacked.requests import grouped, objective_key
 from perfed.engines.stacked.stack import (
     Samples,
     StackedModule,
     StackedStep,
     draw,
-    forward_stack,
     stack_inputs,
     stack_tensors,
     stack_weights,
@@ -51,6 +55,7 @@ SAMPLES_AT_ONCE = 4096
 """Samples that one forward pass of a stack sees, over all its clients."""
 SAMPLES_OF_EACH = 512
 """The same in a recording, of each client."""
+MOST_TAPES = 256
 
 log = logging.getLogger("perfed")
 
@@ -163,9 +168,8 @@ class StackedEngine(LocalEngine):
                     )
                 weights = self._recordings[kind].run(weights, inputs, draws, stack[0].rate)
             else:
-                rate = torch.tensor(stack[0].rate)
-                for number in range(stack[0].steps):
-                    step(weights, inputs, samples, *draws.of_step(number), rate)
+                training = self._taped((kind, len(stack)), TapedTraining, step)
+                training.run(weights, inputs, samples, draws, stack[0].rate)
             trained += unstack_weights(weights, len(stack))
         return trained
 
@@ -186,10 +190,21 @@ class StackedEngine(LocalEngine):
                     )
                 logits = self._recordings[kind].run(tensors, where)
             else:
-                logits = forward_stack(module, tensors, table, where, SAMPLES_AT_ONCE)
+                parts = torch.split(where, max(1, SAMPLES_AT_ONCE // len(stack)), dim=1)
+                forwards = [self._taped((kind, p.shape), TapedForward, module) for p in parts]
+                pairs = zip(forwards, parts, strict=True)
+                logits = torch.cat([f.run(tensors, table, part) for f, part in pairs], dim=1)
             for model, rows in zip(stack, logits, strict=True):
                 answers |= model.shares(rows)
         return [answers[id(request)] for request in group]
+
+    def _taped(self, kind: Hashable, make: Callable[[Any], Any], what: Any) -> Any:
+        """The tape for stacks of this kind and size; on a CPU every size has its own."""
+        if kind not in self._recordings:
+            if len(self._recordings) >= MOST_TAPES:
+                self._recordings.clear()
+            self._recordings[kind] = make(what)
+        return self._recordings[kind]
 
     def _lanes_for(self, request: Request) -> int:
         """Clients in a stack: those expected, in stacks of one size where they are too many."""

@@ -10,11 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from perfed.core.tree import Weights
 from perfed.engines.stacked import hopper
 from perfed.engines.stacked.stack import Draws, Samples, StackedModule, StackedStep
+from perfed.engines.stacked.tape import Taped
 
 
 class Recording:
@@ -139,6 +140,55 @@ class RecordedForward:
             assert self._recording.output is not None
             parts.append(self._recording.output[: part.shape[0], : part.shape[1]].clone())
         return torch.cat(parts, dim=1)
+
+
+class TapedTraining:
+    """The training of stacks of one kind and size, on a CPU."""
+
+    def __init__(self, step: StackedStep) -> None:
+        self._step = step
+        self._taped = Taped(self._one_step)
+
+    def run(
+        self, weights: Weights, inputs: list[Tensor], samples: Samples, draws: Draws, rate: float
+    ) -> None:
+        """Move ``weights`` in place."""
+        given = (weights, inputs, samples, draws.public_start, torch.tensor(rate))
+        tensors, self._form = tree_flatten(given)
+        self._batches = len(draws.private)
+        for number in range(draws.private[0].shape[1]):
+            private, public = draws.of_step(number)
+            self._taped(*tensors, *private, *_listed(public))
+
+    def _one_step(self, *tensors: Tensor) -> None:
+        count = self._form.num_leaves
+        weights, inputs, samples, public_start, rate = tree_unflatten(tensors[:count], self._form)
+        private, public = list(tensors[count:]), None
+        if len(private) > self._batches:
+            public = private.pop()
+        self._step(weights, inputs, samples, private, public, public_start, rate)
+
+
+class TapedForward:
+    """The logits of stacks of one kind and size, on a CPU."""
+
+    def __init__(self, module: StackedModule) -> None:
+        self._module = module
+        self._taped = Taped(self._forward)
+        self._names: list[str] = []
+
+    def run(self, tensors: Mapping[str, Tensor], samples: Tensor, where: Tensor) -> Tensor:
+        self._names = list(tensors)
+        logits = self._taped(*tensors.values(), samples, where.clone())
+        assert logits is not None
+        return logits
+
+    @torch.no_grad()
+    def _forward(self, *tensors: Tensor) -> Tensor:
+        *values, samples, where = tensors
+        named = dict(zip(self._names, values, strict=True))
+        logits: Tensor = torch.func.vmap(self._module.evaluate)(named, samples[where])
+        return logits
 
 
 def _listed(tensor: Tensor | None) -> list[Tensor]:
