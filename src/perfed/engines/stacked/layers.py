@@ -56,15 +56,18 @@ class Tensors:
 def _linear(layer: nn.Linear, tensors: Tensors, at: str, x: Tensor) -> Tensor:
     weight = tensors[at + "weight"]
     rows = x.flatten(1, -2) if x.ndim > 3 else x
-    if not x.is_cuda:  # batch last in memory, as the layers before leave it
-        bias = None if layer.bias is None else tensors[at + "bias"].unsqueeze(2)
-        product = torch.bmm(weight, rows.mT) if bias is None else torch.baddbmm(bias, weight, rows.mT)
-        y = product.mT
+    if not x.is_cuda:  # the other way round, for a batch that is last in memory
+        y = _product(None if layer.bias is None else tensors[at + "bias"], weight, rows.mT).mT
     elif layer.bias is None:
         y = torch.bmm(rows, weight.mT)
     else:
         y = torch.baddbmm(tensors[at + "bias"].unsqueeze(1), rows, weight.mT)
     return y.reshape(*x.shape[:-1], -1) if x.ndim > 3 else y
+
+
+def _product(bias: Tensor | None, weight: Tensor, x: Tensor) -> Tensor:
+    """(n, o, i) × (n, i, b)."""
+    return torch.bmm(weight, x) if bias is None else torch.baddbmm(bias.unsqueeze(2), weight, x)
 
 
 def _elementwise(layer: nn.Module, tensors: Tensors, at: str, x: Tensor) -> Tensor:

@@ -37,9 +37,7 @@ def output_size(image: Sequence[int], kernel: Sequence[int], geometry: Geometry)
     return rows, columns
 
 
-def conv2d_batch_last(
-    x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry
-) -> Tensor:
+def conv2d_batch_last(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
     """A convolution as one matrix product (n, o, c·kh·kw) × (n, c·kh·kw, rows·columns·b).
 
     With the batch last in memory, patches are gathered in long runs, and what follows (BatchNorm,
@@ -169,28 +167,29 @@ class HalvingMaxPool(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        row = torch.maximum(x[..., 0::2], x[..., 1::2])
+        row = torch.maximum(*_neighbours(x, -1))
         ctx.save_for_backward(x, row)
-        return torch.maximum(row[..., 0::2, :], row[..., 1::2, :])
+        return torch.maximum(*_neighbours(row, -2))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         x, row = ctx.saved_tensors
-        in_row, in_x = torch.empty_like(row), torch.empty_like(x)
-        _to_larger(
-            grads[0], row[..., 0::2, :], row[..., 1::2, :], in_row[..., 0::2, :], in_row[..., 1::2, :]
-        )
-        _to_larger(in_row, x[..., 0::2], x[..., 1::2], in_x[..., 0::2], in_x[..., 1::2])
-        return in_x
+        return _to_larger(_to_larger(grads[0], row, -2), x, -1)
 
 
-def _to_larger(
-    grad: Tensor, first: Tensor, second: Tensor, to_first: Tensor, to_second: Tensor
-) -> None:
-    """Of each two, the gradient to the larger one and zero to the other."""
+def _to_larger(grad: Tensor, x: Tensor, dim: int) -> Tensor:
+    """Of each two neighbours, the gradient to the larger one and zero to the other."""
+    dx = torch.empty_like(x)
+    first, second = _neighbours(x, dim)
+    to_first, to_second = _neighbours(dx, dim)
     # Not a mask: PyTorch is slow where truth values meet numbers.
     torch.ops.aten.threshold_backward.grad_input(grad, second - first, 0, grad_input=to_second)
     torch.sub(grad, to_second, out=to_first)
+    return dx
+
+
+def _neighbours(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    return (x[..., 0::2], x[..., 1::2]) if dim == -1 else (x[..., 0::2, :], x[..., 1::2, :])
 
 
 def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:

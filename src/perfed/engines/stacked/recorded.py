@@ -62,6 +62,8 @@ class Recording:
 class RecordedTraining:
     """The training of a stack of ``lanes`` clients."""
 
+    ready = False  # a GPU does one thing at a time
+
     def __init__(
         self,
         step: StackedStep,
@@ -112,6 +114,8 @@ class RecordedTraining:
 class RecordedForward:
     """The logits of ``lanes`` models, so many samples of each at once."""
 
+    ready = False
+
     def __init__(
         self,
         module: StackedModule,
@@ -143,51 +147,86 @@ class RecordedForward:
 
 
 class TapedTraining:
-    """The training of stacks of one kind and size, on a CPU."""
+    """On a CPU, the training of stacks of one size."""
 
-    def __init__(self, step: StackedStep) -> None:
+    def __init__(
+        self,
+        step: StackedStep,
+        lanes: int,
+        weights: Weights,
+        inputs: list[Tensor],
+        samples: Samples,
+        draws: Draws,
+    ) -> None:
         self._step = step
+        self._samples = samples
+        self._form = tree_flatten((weights, inputs))[1]
+        self._batches = len(draws.private)
         self._taped = Taped(self._one_step)
 
-    def run(
-        self, weights: Weights, inputs: list[Tensor], samples: Samples, draws: Draws, rate: float
-    ) -> None:
-        """Move ``weights`` in place."""
-        given = (weights, inputs, samples, draws.public_start, torch.tensor(rate))
-        tensors, self._form = tree_flatten(given)
-        self._batches = len(draws.private)
+    @property
+    def ready(self) -> bool:
+        return self._taped.ready
+
+    def run(self, weights: Weights, inputs: list[Tensor], draws: Draws, rate: float) -> Weights:
+        """``weights`` themselves, moved."""
+        tensors, _ = tree_flatten((weights, inputs))
+        tensors += draws.public_start, torch.tensor(rate)
         for number in range(draws.private[0].shape[1]):
-            private, public = draws.of_step(number)
-            self._taped(*tensors, *private, *_listed(public))
+            drawn = [positions[:, number].clone() for positions in draws.all()]
+            self._taped(*drawn, *tensors)
+        return weights
 
     def _one_step(self, *tensors: Tensor) -> None:
-        count = self._form.num_leaves
-        weights, inputs, samples, public_start, rate = tree_unflatten(tensors[:count], self._form)
-        private, public = list(tensors[count:]), None
-        if len(private) > self._batches:
-            public = private.pop()
-        self._step(weights, inputs, samples, private, public, public_start, rate)
+        *first, public_start, rate = tensors
+        drawn = len(first) - self._form.num_leaves
+        private, public = first[: self._batches], first[self._batches : drawn]
+        weights, inputs = tree_unflatten(first[drawn:], self._form)
+        self._step(
+            weights,
+            inputs,
+            self._samples,
+            private,
+            public[0] if public else None,
+            public_start,
+            rate,
+        )
 
 
 class TapedForward:
-    """The logits of stacks of one kind and size, on a CPU."""
+    """On a CPU, the logits of stacks of one size, at one number of samples."""
 
-    def __init__(self, module: StackedModule) -> None:
+    def __init__(
+        self,
+        module: StackedModule,
+        lanes: int,
+        at_once: int,
+        tensors: Mapping[str, Tensor],
+        samples: Tensor,
+    ) -> None:
         self._module = module
-        self._taped = Taped(self._forward)
-        self._names: list[str] = []
-
-    def run(self, tensors: Mapping[str, Tensor], samples: Tensor, where: Tensor) -> Tensor:
+        self._at_once = at_once
         self._names = list(tensors)
-        logits = self._taped(*tensors.values(), samples, where.clone())
-        assert logits is not None
-        return logits
+        self._samples = samples
+        self._taped: dict[int, Taped] = {}
+
+    @property
+    def ready(self) -> bool:
+        return all(taped.ready for taped in self._taped.values())
+
+    def run(self, tensors: Mapping[str, Tensor], where: Tensor) -> Tensor:
+        parts = []
+        for part in torch.split(where, self._at_once, dim=1):
+            taped = self._taped.setdefault(part.shape[1], Taped(self._forward))
+            logits = taped(part.clone(), *tensors.values())
+            assert logits is not None
+            parts.append(logits)
+        return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
 
     @torch.no_grad()
-    def _forward(self, *tensors: Tensor) -> Tensor:
-        *values, samples, where = tensors
-        named = dict(zip(self._names, values, strict=True))
-        logits: Tensor = torch.func.vmap(self._module.evaluate)(named, samples[where])
+    def _forward(self, where: Tensor, *tensors: Tensor) -> Tensor:
+        named = dict(zip(self._names, tensors, strict=True))
+        logits: Tensor = torch.func.vmap(self._module.evaluate)(named, self._samples[where])
         return logits
 
 

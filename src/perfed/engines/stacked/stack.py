@@ -183,9 +183,8 @@ class Draws:
     public_start: Tensor
     """Where that set begins in :class:`Samples`, for each client."""
 
-    def of_step(self, number: int) -> tuple[list[Tensor], Tensor | None]:
-        private = [positions[:, number].clone() for positions in self.private]
-        return private, None if self.public is None else self.public[:, number].clone()
+    def all(self) -> list[Tensor]:
+        return self.private if self.public is None else [*self.private, self.public]
 
 
 _TENSOR = object()  # where one of the inputs is a tensor, and not the same for all clients

@@ -1,28 +1,37 @@
+# mypy: disable-error-code="no-untyped-call, attr-defined"
 """A function of tensors, written down operation by operation and played back: on a CPU.
 
-Small operations cost less than what stands above them: ``vmap``, autograd, layers, dictionaries.
+Small operations cost less than what stands above them: ``vmap``, autograd, layers, Python itself.
 None of that computes anything, and for tensors of the same shapes it always ends in the same plain
-operations. So those are written down once, and then only they are run.
+operations. So those are written down once, and then only they are run, by PyTorch's own interpreter
+of such lists (TorchScript's), without Python and its lock: two stacks can use two cores.
 """
 
 from __future__ import annotations
 
-import math
+import contextlib
+import logging
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+log = logging.getLogger("perfed")
+_aten = torch.ops.aten
+_OF_NUMBERS = (_aten.scalar_tensor.default, _aten.arange.default, _aten._to_copy.default)
+_FORMATS = {torch.contiguous_format: 0, torch.preserve_format: 1, torch.channels_last: 2}
+
 
 class Taped:
     """A function of tensors that changes some of them, or returns one.
 
-    It must do the same to all tensors of the shapes it is called with, as what ``vmap`` maps does.
-    A tape is made the second time: what comes once is not worth one, and a first time may differ.
+    It must do the same to all tensors of the shapes it is called with, as what ``vmap`` maps does,
+    and where a tensor is part of a larger one, it must always be the same part. A tape is made the
+    second time: what comes once is not worth one, and a first time may differ. Where it cannot be
+    made, the function itself goes on being called.
     """
 
     def __init__(self, function: Callable[..., Tensor | None]) -> None:
@@ -30,10 +39,14 @@ class Taped:
         self._calls = 0
         self._play: Callable[..., Tensor | None] | None = None
 
+    @property
+    def ready(self) -> bool:
+        """Whether calls are played back; several threads may then make them."""
+        return self._play is not None
+
     def __call__(self, *tensors: Tensor) -> Tensor | None:
         if self._play is not None:
-            with _plainly():
-                return self._play(*tensors)
+            return self._play(*tensors)
         self._calls += 1
         if self._calls != 2:
             return self._function(*tensors)
@@ -43,33 +56,24 @@ class Taped:
         return result
 
 
-def _plainly() -> ExitStack:
-    """Inside, nothing is added to an operation: no gradients, no other precision."""
-    stack = ExitStack()
-    stack.enter_context(torch.no_grad())
-    if torch.is_autocast_enabled("cpu"):
-        stack.enter_context(torch.autocast("cpu", enabled=False))
-    return stack
-
-
 @dataclass(frozen=True)
-class _Place:
-    """Where a tensor lies: in the memory of the tensor that a variable holds."""
+class Place:
+    """Where a tensor lies: in the memory of the tensor that has a name."""
 
-    variable: str
+    name: str
     view: tuple[Any, ...] | None = None
     """Its size, strides and offset there; None for that tensor itself."""
 
 
-@dataclass
-class _Line:
+@dataclass(frozen=True)
+class Line:
     operation: Any
-    arguments: tuple[Any, ...]
-    options: dict[str, Any]
+    arguments: list[Any]
+    """In the order of the operation's schema, with those that were left out."""
     made: list[str | None]
-    """The variables for what it returns, where that is in memory of its own."""
-    writes: set[str] = field(default_factory=set)
-    reads: set[str] = field(default_factory=set)
+    """Names for what it returns, where that has memory of its own."""
+    reads: set[str]
+    writes: set[str]
 
 
 class Tape(TorchDispatchMode):
@@ -81,173 +85,186 @@ class Tape(TorchDispatchMode):
 
     def __init__(self, arguments: tuple[Tensor, ...]) -> None:
         super().__init__()
-        self._places: dict[int, _Place] = {}
-        self._memory: dict[int, str] = {}  # the variable that holds it
-        self._alive: list[Any] = [arguments]  # or a new tensor might get the id of an old one
-        self._constants: dict[str, Any] = {}
-        self._lines: list[_Line] = []
-        self._made = 0
-        self._dtypes: dict[str, torch.dtype] = {}
-        self._arguments = [f"a{number}" for number in range(len(arguments))]
-        self._faithful = True
+        self.faithful = True
         """Whether what is written down is all there is to it."""
-        for variable, tensor in zip(self._arguments, arguments, strict=True):
-            if _memory(tensor) in self._memory:  # of two that overlap, whose is a view?
-                self._faithful = False
-            self._holds(variable, tensor)
+        self.lines: list[Line] = []
+        self.places: dict[int, Place] = {}
+        self.arguments: dict[str, Tensor] = {}
+        self.constants: dict[str, Tensor] = {}
+        self._holders: dict[int, tuple[str, torch.dtype]] = {}  # by memory
+        self._alive: list[Any] = []  # or a new tensor might get the id of an old one
+        for number, tensor in enumerate(arguments):
+            self.faithful &= _memory(tensor) not in self._holders  # of two, whose is a view?
+            self.arguments[f"a{number}"] = tensor
+            self._hold(f"a{number}", tensor)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing here is ever compiled; to tell the compiler so would import it, for seconds."""
+        return False
 
     def __torch_dispatch__(
         self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        options = kwargs or {}
-        for tensor in _tensors((args, options)):
-            if id(tensor) not in self._places:
-                self._constant(tensor)
-        returned = operation(*args, **options)
-        self._alive.append((args, options, returned))
-        if self._faithful:
-            self._write_down(operation, args, options, returned)
+        arguments = _in_order(operation._schema, args, kwargs or {})
+        for tensor in _tensors(arguments):
+            if id(tensor) not in self.places:  # no operation made it: it was there before
+                self.faithful &= _memory(tensor) not in self._holders
+                self._keep(tensor)
+        returned = operation(*args, **(kwargs or {}))
+        self._alive.append((arguments, returned))
+        results = list(returned) if isinstance(returned, tuple | list) else [returned]
+        if operation in _OF_NUMBERS and not [*_tensors(arguments)]:
+            self._keep(returned)
+        else:
+            self._write_down(operation, arguments, results)
         return returned
 
-    def _write_down(self, operation: Any, args: Any, options: Any, returned: Any) -> None:
-        line = _Line(operation, args, options, [])
-        results = returned if isinstance(returned, tuple | list) else [returned]
-        for result in results:
-            line.made.append(self._result(result))
-        line.reads = {self._places[id(tensor)].variable for tensor in _tensors((args, options))}
-        line.writes = {name for name in line.made if name is not None}
-        for tensor in _tensors(list(_written(operation, args, options))):
-            line.writes.add(self._places[id(tensor)].variable)
-        if line.writes & self._constants.keys():  # would not be the same the next time
-            self._faithful = False
-        if line.writes:
-            self._lines.append(line)
+    def _write_down(self, operation: Any, arguments: list[Any], results: list[Any]) -> None:
+        made = [self._name(result) for result in results]
+        changed = [
+            value
+            for value, argument in zip(arguments, operation._schema.arguments, strict=True)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        writes = {self.places[id(tensor)].name for tensor in _tensors(changed)}
+        self.faithful &= not writes & self.constants.keys()
+        writes |= {name for name in made if name is not None}
+        reads = {self.places[id(tensor)].name for tensor in _tensors(arguments)}
+        if writes:
+            self.lines.append(Line(operation, arguments, made, reads, writes))
 
-    def _result(self, result: Any) -> str | None:
-        """The new variable for it, or None where its memory is known."""
+    def _name(self, result: Any) -> str | None:
+        """A new name for it; None where its memory has one."""
         if not isinstance(result, Tensor):
-            self._faithful &= result is None  # a number may decide what comes next
+            self.faithful &= result is None  # a number may decide what comes next
             return None
-        if id(result) in self._places:
+        if id(result) in self.places:
             return None
-        variable = self._memory.get(_memory(result))
-        if variable is None:
-            self._made += 1
-            self._holds(f"t{self._made}", result)
-            return f"t{self._made}"
-        if variable in self._constants:
-            self._constant(result)
-            return None
-        view = (tuple(result.shape), result.stride(), result.storage_offset())
-        self._places[id(result)] = _Place(variable, view)
-        self._faithful &= result.dtype == self._dtypes[variable]
+        holder, dtype = self._holders.get(_memory(result), (None, result.dtype))
+        if holder is None:
+            holder = f"t{len(self._holders)}"
+            self._hold(holder, result)
+            return holder
+        if holder in self.constants:
+            self._keep(result)
+        else:
+            self.faithful &= dtype == result.dtype
+            view = (list(result.shape), list(result.stride()), result.storage_offset())
+            self.places[id(result)] = Place(holder, view)
         return None
 
-    def _holds(self, variable: str, tensor: Tensor) -> None:
-        self._places[id(tensor)] = _Place(variable)
-        self._memory[_memory(tensor)] = variable
-        self._dtypes[variable] = tensor.dtype
+    def _hold(self, name: str, tensor: Tensor) -> None:
+        self.places[id(tensor)] = Place(name)
+        self._holders.setdefault(_memory(tensor), (name, tensor.dtype))
 
-    def _constant(self, tensor: Tensor) -> None:
-        """What no operation has made was there before: a table, a number."""
-        variable = self._memory.get(_memory(tensor))
-        self._faithful &= variable is None or variable in self._constants
-        name = self._named(tensor)
-        self._holds(name, tensor)
-        self._alive.append(tensor)
-
-    def _named(self, value: Any) -> str:
-        name = f"c{len(self._constants)}"
-        self._constants[name] = value
-        return name
+    def _keep(self, tensor: Tensor) -> None:
+        name = f"c{len(self.constants)}"
+        self.constants[name] = tensor
+        self._hold(name, tensor)
 
     def player(self, result: Tensor | None) -> Callable[..., Tensor | None] | None:
-        """The function that plays the tape; None where it would not be the same."""
-        if not self._faithful:
+        """The function that plays the tape; None where there is none that does the same."""
+        if not self.faithful:
             return None
-        script = _Script(self, result)
-        return script.compiled()
+        try:
+            return _player(self, result)
+        except (AttributeError, LookupError, RuntimeError, TypeError) as error:
+            log.debug("a stack's computation cannot be played back: %s", error)
+            return None
 
-
-class _Script:
-    """A tape as Python code, one operation a line, every variable gone after its last use."""
-
-    def __init__(self, tape: Tape, result: Tensor | None) -> None:
-        self._tape = tape
-        self._views: dict[_Place, str] = {}
-        self._body: list[str] = []
-        self._last: dict[str, int] = {}
-        self._used: list[str] = []
-        for line in self._needed(result):
-            self._write(line)
-        self._say(f"return {'' if result is None else self._text(result)}")
-
-    def _needed(self, result: Tensor | None) -> list[_Line]:
-        """Without those whose results nobody looks at."""
-        tape = self._tape
-        wanted = {*tape._arguments, *(tape._places[id(t)].variable for t in _tensors(result))}
+    def needed(self, result: Tensor | None) -> list[Line]:
+        """The lines without those whose results nobody looks at."""
+        wanted = {*self.arguments, *(self.places[id(tensor)].name for tensor in _tensors(result))}
         lines = []
-        for line in reversed(tape._lines):
+        for line in reversed(self.lines):
             if line.writes & wanted:
                 wanted |= line.reads
                 lines.append(line)
         return lines[::-1]
 
-    def _write(self, line: _Line) -> None:
-        function = self._tape._named(line.operation._op)
-        words = [self._text(value) for value in line.arguments]
-        words += [f"{name}={self._text(value)}" for name, value in line.options.items()]
-        call = f"{function}({', '.join(words)})"
-        if any(line.made):
-            targets = ", ".join(name or "_" for name in line.made)
-            call = f"{targets} = {call}"
-        self._used += filter(None, line.made)
-        self._say(call)
 
-    def _say(self, text: str) -> None:
-        self._last |= dict.fromkeys(self._used, len(self._body))
-        self._used = []
-        self._body.append(text)
+def _player(tape: Tape, result: Tensor | None) -> Callable[..., Tensor | None]:
+    script = Script(tape)
+    for line in tape.needed(result):
+        script.write(line)
+    function = script.function(result)
+    constants = tuple(tape.constants.values())
 
-    def _text(self, value: Any) -> str:
+    def play(*tensors: Tensor) -> Tensor | None:
+        # Its optimiser would take longer than a run.
+        with contextlib.ExitStack() as plainly:
+            plainly.enter_context(torch.no_grad())
+            plainly.enter_context(torch.jit.optimized_execution(False))
+            if torch.is_autocast_enabled("cpu"):
+                plainly.enter_context(torch.autocast("cpu", enabled=False))
+            played: Tensor | None = function(*tensors, *constants)
+        return played
+
+    return play
+
+
+class Script:
+    """A tape in the form that TorchScript runs."""
+
+    def __init__(self, tape: Tape) -> None:
+        self._places = tape.places
+        self._graph = torch._C.Graph()
+        names = [*tape.arguments, *tape.constants]
+        self._values: dict[Any, Any] = {name: self._graph.addInput(name) for name in names}
+
+    def write(self, line: Line) -> None:
+        schema = line.operation._schema
+        values = [
+            self._value(value, argument.type)
+            for value, argument in zip(line.arguments, schema.arguments, strict=True)
+        ]
+        node = self._append(schema.name, values, [returned.type for returned in schema.returns])
+        if node.schema() == "(no schema)":
+            raise LookupError(f"{line.operation} with {line.arguments}")
+        for name, output in zip(line.made, node.outputs(), strict=True):
+            if name is not None:
+                self._values[name] = output
+
+    def function(self, result: Tensor | None) -> Callable[..., Tensor | None]:
+        self._graph.registerOutput(self._value(result, None))
+        made: Callable[..., Tensor | None] = torch._C._create_function_from_graph(
+            "play", self._graph
+        )
+        return made
+
+    def _append(self, name: str, values: list[Any], types: list[Any]) -> Any:
+        node = self._graph.insertNode(self._graph.create(name, values, len(types)))
+        for output, kind in zip(node.outputs(), types, strict=True):
+            output.setType(kind)
+        return node
+
+    def _value(self, value: Any, kind: Any) -> Any:
         if isinstance(value, Tensor):
-            return self._variable(self._tape._places[id(value)])
-        if isinstance(value, list | tuple):
-            return f"[{', '.join(self._text(item) for item in value)}]"
-        if value is None or isinstance(value, bool | int | str):
-            return repr(value)
-        if isinstance(value, float) and math.isfinite(value):
-            return repr(value)
-        return self._tape._named(value)
+            return self._tensor(self._places[id(value)])
+        if isinstance(value, list | tuple) and [*_tensors(value)]:
+            return self._append(
+                "prim::ListConstruct", [self._value(item, None) for item in value], [kind]
+            ).output()
+        if isinstance(value, torch.memory_format):
+            value = _FORMATS[value]
+        return self._constant(list(value) if isinstance(value, tuple) else value)
 
-    def _variable(self, place: _Place) -> str:
-        variable = place.variable
-        if place.view is not None:
-            if place not in self._views:
-                self._views[place] = f"v{len(self._views)}"
-                size, strides, offset = place.view
-                self._last[variable] = len(self._body)
-                self._body.append(
-                    f"{self._views[place]} = as_strided({variable}, {size}, {strides}, {offset})"
-                )
-            variable = self._views[place]
-        self._used.append(variable)
-        return variable
+    def _tensor(self, place: Place) -> Any:
+        if place.view is None:
+            return self._values[place.name]
+        key = repr(place)
+        if key not in self._values:
+            values = [self._values[place.name], *map(self._constant, place.view)]
+            node = self._append("aten::as_strided", values, [torch._C.TensorType.get()])
+            self._values[key] = node.output()
+        return self._values[key]
 
-    def compiled(self) -> Callable[..., Tensor | None]:
-        gone: dict[int, list[str]] = {}
-        for variable, line in self._last.items():
-            if variable[0] in "tv" and line < len(self._body) - 1:
-                gone.setdefault(line, []).append(variable)
-        lines = [f"def play({', '.join(self._tape._arguments)}):"]
-        for number, text in enumerate(self._body):
-            lines.append(f"    {text}")
-            if number in gone:
-                lines.append(f"    del {', '.join(gone[number])}")
-        space = {"as_strided": torch.as_strided, **self._tape._constants}
-        exec("\n".join(lines), space)
-        play: Callable[..., Tensor | None] = space["play"]
-        return play
+    def _constant(self, value: Any) -> Any:
+        key = type(value), repr(value)
+        if key not in self._values:
+            self._values[key] = self._graph.insertConstant(value)
+        return self._values[key]
 
 
 def _memory(tensor: Tensor) -> int:
@@ -258,20 +275,15 @@ def _memory(tensor: Tensor) -> int:
 def _tensors(values: Any) -> Iterator[Tensor]:
     if isinstance(values, Tensor):
         yield values
-    elif isinstance(values, tuple | list):
+    elif isinstance(values, list | tuple):
         for value in values:
             yield from _tensors(value)
-    elif isinstance(values, dict):
-        yield from _tensors(list(values.values()))
 
 
-def _written(operation: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Iterator[Any]:
-    """The arguments that an operation changes."""
-    if not operation._schema.is_mutable:
-        return
-    for number, argument in enumerate(operation._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            if argument.kwarg_only:
-                yield options[argument.name]
-            elif number < len(args):
-                yield args[number]
+def _in_order(schema: Any, args: tuple[Any, ...], options: dict[str, Any]) -> list[Any]:
+    """All arguments of an operation, those that were left out as well."""
+    rest = schema.arguments[len(args) :]
+    return [
+        *args,
+        *(options.get(argument.name, argument.default_value) for argument in rest),
+    ]

@@ -9,10 +9,11 @@ sees what all clients want at the same moment.
 from __future__ import annotations
 
 import _thread
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from queue import SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 Request = TypeVar("Request")
 Answer = Callable[[Sequence[Request]], Sequence[Any]]
@@ -21,6 +22,31 @@ Ask = Callable[[Request], Any]
 
 class _Abandoned(BaseException):
     """Unwinds a job that nobody waits for any more."""
+
+
+class _Thread:
+    """Runs one job after another: a new thread for each would cost more than many a job."""
+
+    idle: ClassVar[list[_Thread]] = []
+
+    def __init__(self) -> None:
+        self.work: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        # Not threading.Thread, whose start() waits for the new thread.
+        _thread.start_new_thread(self._run, ())
+
+    def _run(self) -> None:
+        while True:
+            self.work.get()()
+
+    @classmethod
+    def any(cls) -> _Thread:
+        try:
+            return cls.idle.pop()
+        except IndexError:
+            return cls()
+
+
+os.register_at_fork(after_in_child=_Thread.idle.clear)  # a child process has only its own thread
 
 
 class _Member(Generic[Request]):
@@ -35,8 +61,8 @@ class _Member(Generic[Request]):
         self.answer: Any = None
         self.result: Any = None
         self.error: BaseException | None = None
-        # Not threading.Thread, whose start() waits for the new thread.
-        _thread.start_new_thread(self._run, ())
+        self._thread = _Thread.any()
+        self._thread.work.put(self._run)
 
     def _run(self) -> None:
         self._turn.get()
@@ -48,6 +74,7 @@ class _Member(Generic[Request]):
         except BaseException as error:  # raised again where the jobs were started
             self.error = error
         self._ended = True
+        _Thread.idle.append(self._thread)
         self._rest.put(None)
 
     def _ask(self, request: Request) -> Any:
