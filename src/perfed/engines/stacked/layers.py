@@ -21,7 +21,7 @@ from perfed.engines.stacked import hopper
 from perfed.engines.stacked.hopper import Deferred
 from perfed.engines.stacked.lanes import physical
 from perfed.engines.stacked.operations import (
-    COLUMNS_LIMIT,
+    PATCHES_LIMIT,
     BatchNorm,
     HalvingMaxPool,
     apply,
@@ -100,7 +100,7 @@ def _conv2d(
         y = conv2d_by_columns(x, weight, *geometry)
     else:
         rows, columns = output_size(x.shape[3:], weight.shape[3:], geometry)
-        if weight[0, 0].numel() * rows * columns <= COLUMNS_LIMIT:
+        if weight[0, 0].numel() * rows * columns <= PATCHES_LIMIT:
             return conv2d_batch_last(x, weight, bias, geometry)
         pairs = zip(x, weight, strict=True)
         y = torch.stack([F.conv2d(image, kernel, None, *geometry) for image, kernel in pairs])
@@ -339,6 +339,8 @@ def mapped_chain(chain: Chain, tensors: Mapping[str, Tensor], x: Tensor) -> Tens
     with stack.entered():
         named = dict(zip(tensors, stack.tensors[1:], strict=True))
         y = run_chain(chain, Tensors(named), stack.tensors[0])
+        if not y.is_cuda:
+            y = y.contiguous()  # as PyTorch's layers leave it: what follows may call view()
     return stack.wrap(y)
 
 

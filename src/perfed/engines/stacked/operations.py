@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-COLUMNS_LIMIT = 1 << 14
-"""Entries of a sample's patches up to which a CPU gathers them: small images."""
+PATCHES_LIMIT = 4096
+"""Entries of a sample's patches up to which gathering them beats PyTorch's convolution."""
 
 Pair = tuple[int, int]
 Geometry = tuple[Pair, Pair, Pair]  # stride, padding, dilation

@@ -10,6 +10,7 @@ of such lists (TorchScript's), without Python and its lock: two stacks can use t
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -106,31 +107,30 @@ class Tape(TorchDispatchMode):
     def __torch_dispatch__(
         self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        arguments = _in_order(operation._schema, args, kwargs or {})
-        for tensor in _tensors(arguments):
+        arguments = _signature(operation).in_order(args, kwargs or {})
+        tensors = list(_tensors(arguments))
+        for tensor in tensors:
             if id(tensor) not in self.places:  # no operation made it: it was there before
                 self.faithful &= _memory(tensor) not in self._holders
                 self._keep(tensor)
         returned = operation(*args, **(kwargs or {}))
         self._alive.append((arguments, returned))
-        results = list(returned) if isinstance(returned, tuple | list) else [returned]
-        if operation in _OF_NUMBERS and not [*_tensors(arguments)]:
+        if operation in _OF_NUMBERS and not tensors:
             self._keep(returned)
         else:
-            self._write_down(operation, arguments, results)
+            reads = {self.places[id(tensor)].name for tensor in tensors}
+            self._write_down(operation, arguments, reads, returned)
         return returned
 
-    def _write_down(self, operation: Any, arguments: list[Any], results: list[Any]) -> None:
+    def _write_down(
+        self, operation: Any, arguments: list[Any], reads: set[str], returned: Any
+    ) -> None:
+        results = returned if isinstance(returned, tuple | list) else [returned]
         made = [self._name(result) for result in results]
-        changed = [
-            value
-            for value, argument in zip(arguments, operation._schema.arguments, strict=True)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ]
+        changed = [arguments[number] for number in _signature(operation).changed]
         writes = {self.places[id(tensor)].name for tensor in _tensors(changed)}
         self.faithful &= not writes & self.constants.keys()
         writes |= {name for name in made if name is not None}
-        reads = {self.places[id(tensor)].name for tensor in _tensors(arguments)}
         if writes:
             self.lines.append(Line(operation, arguments, made, reads, writes))
 
@@ -214,12 +214,9 @@ class Script:
         self._values: dict[Any, Any] = {name: self._graph.addInput(name) for name in names}
 
     def write(self, line: Line) -> None:
-        schema = line.operation._schema
-        values = [
-            self._value(value, argument.type)
-            for value, argument in zip(line.arguments, schema.arguments, strict=True)
-        ]
-        node = self._append(schema.name, values, [returned.type for returned in schema.returns])
+        signature = _signature(line.operation)
+        values = list(map(self._value, line.arguments, signature.types))
+        node = self._append(signature.name, values, signature.returns)
         if node.schema() == "(no schema)":
             raise LookupError(f"{line.operation} with {line.arguments}")
         for name, output in zip(line.made, node.outputs(), strict=True):
@@ -263,7 +260,11 @@ class Script:
     def _constant(self, value: Any) -> Any:
         key = type(value), repr(value)
         if key not in self._values:
-            self._values[key] = self._graph.insertConstant(value)
+            if value == []:  # of what, a constant could not say: sizes, in all operations there are
+                integers = torch._C.ListType(torch._C.IntType.get())
+                self._values[key] = self._append("prim::ListConstruct", [], [integers]).output()
+            else:
+                self._values[key] = self._graph.insertConstant(value)
         return self._values[key]
 
 
@@ -280,10 +281,37 @@ def _tensors(values: Any) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-def _in_order(schema: Any, args: tuple[Any, ...], options: dict[str, Any]) -> list[Any]:
-    """All arguments of an operation, those that were left out as well."""
-    rest = schema.arguments[len(args) :]
-    return [
-        *args,
-        *(options.get(argument.name, argument.default_value) for argument in rest),
-    ]
+@dataclass(frozen=True)
+class Signature:
+    """What an operation's schema says, which is slow to ask."""
+
+    name: str
+    arguments: list[str]
+    defaults: list[Any]
+    types: list[Any]
+    returns: list[Any]
+    changed: list[int]
+    """The numbers of the arguments that the operation changes."""
+
+    def in_order(self, args: tuple[Any, ...], options: dict[str, Any]) -> list[Any]:
+        """All arguments, those that were left out as well."""
+        rest = zip(self.arguments[len(args) :], self.defaults[len(args) :], strict=True)
+        return [*args, *(options.get(name, default) for name, default in rest)]
+
+
+@functools.cache
+def _signature(operation: Any) -> Signature:
+    schema = operation._schema
+    arguments = schema.arguments
+    return Signature(
+        schema.name,
+        [argument.name for argument in arguments],
+        [argument.default_value for argument in arguments],
+        [argument.type for argument in arguments],
+        [returned.type for returned in schema.returns],
+        [
+            number
+            for number, argument in enumerate(arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ],
+    )
