@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.func import grad, vmap
 from torch.nn import functional as F
 
-from perfed.engines.stacked.tape import Tape, Taped
+from perfed.engines.stacked.tape import WORTH, Tape, Taped
 
 
 def counted(function: Callable[..., Any]) -> tuple[Taped, list[int]]:
@@ -68,7 +68,7 @@ def test_a_tape_does_what_the_function_does(
 ) -> None:
     taped, runs = counted(function)
     random = torch.Generator().manual_seed(0)
-    for _ in range(6):
+    for _ in range(WORTH + 4):
         given = [torch.randn(*size, generator=random).to(dtype) for size in ((4, 6), (3, 4))]
         if function is gradients:
             given[1] = torch.randn(5, 6, generator=random).to(dtype)
@@ -76,7 +76,7 @@ def test_a_tape_does_what_the_function_does(
         torch.testing.assert_close(taped(*given), function(*copies), rtol=0, atol=0)
         torch.testing.assert_close(given, copies, rtol=0, atol=0)
     assert taped.ready
-    assert len(runs) == 2  # the first time, and while it was written down
+    assert len(runs) == WORTH  # in the last of which it was written down
 
 
 def test_what_nobody_looks_at_is_left_out() -> None:
@@ -111,11 +111,11 @@ def reinterprets(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("function", [counts, decides, reinterprets])
 def test_what_cannot_be_written_down_is_not(function: Callable[[Tensor], Tensor]) -> None:
     taped, runs = counted(function)
-    for number in range(-3, 3):
+    for number in range(-WORTH, WORTH):
         x = torch.full((4,), float(number) + 0.3)
         torch.testing.assert_close(taped(x), function(x), rtol=0, atol=0)
     assert not taped.ready
-    assert len(runs) == 6
+    assert len(runs) == 2 * WORTH
 
 
 def test_arguments_that_share_memory_are_not_written_down() -> None:
@@ -124,7 +124,7 @@ def test_arguments_that_share_memory_are_not_written_down() -> None:
         y.mul_(2)
 
     taped, _ = counted(function)
-    for _ in range(3):
+    for _ in range(WORTH + 1):
         both = torch.ones(2)
         taped(both[:1], both[:1])
         assert both[0] == 4
@@ -140,11 +140,11 @@ def test_several_threads_may_play_one_tape() -> None:
     taped, runs = counted(function)
     y = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
     given = [torch.full((8, 8), number / 50) for number in range(50)]
-    for x in given[:2]:
+    for x in given[:WORTH]:
         taped(x, y)
     with ThreadPoolExecutor(4) as pool:
         played = list(pool.map(lambda x: taped(x, y), given))
-    assert len(runs) == 2
+    assert len(runs) == WORTH
     for x, found in zip(given, played, strict=True):
         torch.testing.assert_close(found, function(x, y), rtol=0, atol=0)
 
@@ -154,8 +154,8 @@ def test_under_autocast_a_tape_computes_in_the_same_numbers() -> None:
         return F.linear(x, y).float() + 1
 
     taped, runs = counted(function)
-    for number in range(4):
+    for number in range(WORTH + 2):
         x, y = torch.full((3, 4), 0.1 + number), torch.full((2, 4), 1.7)
         with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
             torch.testing.assert_close(taped(x, y), function(x, y), rtol=0, atol=0)
-    assert len(runs) == 2
+    assert len(runs) == WORTH

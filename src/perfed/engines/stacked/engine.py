@@ -1,8 +1,8 @@
 """The stacked engine.
 
 Jobs run together (:mod:`.together`), and requests that are equal but for their tensors
-(:mod:`.requests`) are answered as one stack (:mod:`.stack`, :mod:`.layers`). A stack's computation is
-recorded once and replayed (:mod:`.recorded`), on a CPU several stacks at a time.
+(:mod:`.requests`) are answered as one stack (:mod:`.stack`, :mod:`.layers`). A stack's computation
+is recorded once and replayed (:mod:`.recorded`), on a CPU several stacks at a time.
 
 What cannot be mapped over clients is answered as the sequential engine would: a module that draws
 random numbers (each client's must come from its own stream), decides by a tensor's value or looks

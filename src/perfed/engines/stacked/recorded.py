@@ -1,8 +1,8 @@
 """A stack's computation, recorded once and replayed: the local loop without Python in it.
 
 On a GPU a recording is a CUDA graph, for a fixed number of clients: its inputs are tensors at fixed
-places, into which each stack is copied. On a CPU it is a tape (:mod:`.tape`), quickly made, and every
-number of clients has its own.
+places, into which each stack is copied. On a CPU it is a tape (:mod:`.tape`), quickly made, and
+every number of clients has its own.
 """
 
 from __future__ import annotations

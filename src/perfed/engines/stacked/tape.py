@@ -21,6 +21,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 log = logging.getLogger("perfed")
+WORTH = 4
+"""What comes less often is not written down."""
+
 _aten = torch.ops.aten
 _OF_NUMBERS = (_aten.scalar_tensor.default, _aten.arange.default, _aten._to_copy.default)
 _FORMATS = {torch.contiguous_format: 0, torch.preserve_format: 1, torch.channels_last: 2}
@@ -30,9 +33,9 @@ class Taped:
     """A function of tensors that changes some of them, or returns one.
 
     It must do the same to all tensors of the shapes it is called with, as what ``vmap`` maps does,
-    and where a tensor is part of a larger one, it must always be the same part. A tape is made the
-    second time: what comes once is not worth one, and a first time may differ. Where it cannot be
-    made, the function itself goes on being called.
+    and where a tensor is part of a larger one, it must always be the same part. A tape costs a few
+    calls, so it is made in the one with number ``WORTH``. Where it cannot be made, the function
+    itself goes on being called.
     """
 
     def __init__(self, function: Callable[..., Tensor | None]) -> None:
@@ -49,7 +52,7 @@ class Taped:
         if self._play is not None:
             return self._play(*tensors)
         self._calls += 1
-        if self._calls != 2:
+        if self._calls != WORTH:
             return self._function(*tensors)
         with Tape(tensors) as tape:
             result = self._function(*tensors)

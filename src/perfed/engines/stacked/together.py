@@ -54,18 +54,17 @@ class _Member(Generic[Request]):
 
     def __init__(self, work: Callable[[Ask[Request]], Any]) -> None:
         self._work = work
-        self._turn: SimpleQueue[None] = SimpleQueue()
+        self._thread = _Thread.any()
         self._rest: SimpleQueue[None] = SimpleQueue()
         self._abandoned = self._ended = False
         self.request: Request | None = None
         self.answer: Any = None
         self.result: Any = None
         self.error: BaseException | None = None
-        self._thread = _Thread.any()
-        self._thread.work.put(self._run)
 
     def _run(self) -> None:
-        self._turn.get()
+        if self._ended:
+            return
         try:
             if not self._abandoned:
                 self.result = self._work(self._ask)
@@ -80,7 +79,7 @@ class _Member(Generic[Request]):
     def _ask(self, request: Request) -> Any:
         self.request = request
         self._rest.put(None)
-        self._turn.get()
+        self._thread.work.get()  # the next turn
         if self._abandoned:
             raise _Abandoned
         answer, self.answer, self.request = self.answer, None, None
@@ -88,7 +87,7 @@ class _Member(Generic[Request]):
 
     def take_turn(self) -> None:
         """Let the job run until it asks or ends."""
-        self._turn.put(None)
+        self._thread.work.put(self._run)  # which begins the job, or lets it go on
         self._rest.get()
 
     def abandon(self) -> None:
