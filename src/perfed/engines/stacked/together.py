@@ -46,7 +46,8 @@ class _Thread:
             return cls()
 
 
-os.register_at_fork(after_in_child=_Thread.idle.clear)  # a child process has only its own thread
+if hasattr(os, "register_at_fork"):  # a child process has none of its parent's threads
+    os.register_at_fork(after_in_child=_Thread.idle.clear)
 
 
 class _Member(Generic[Request]):
