@@ -213,7 +213,7 @@ class TapedForward:
 
     @property
     def ready(self) -> bool:
-        return all(taped.ready for taped in self._taped.values())
+        return bool(self._taped) and all(taped.ready for taped in self._taped.values())
 
     def run(self, tensors: Mapping[str, Tensor], where: Tensor) -> Tensor:
         parts = []
