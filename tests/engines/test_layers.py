@@ -125,6 +125,19 @@ def test_batchnorm(affine: bool, tracked: bool, training: bool) -> None:
         compare(layer.train(training), shape)
 
 
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("size", [(8, 8), (32, 32)])
+def test_layers_after_one_another(size: tuple[int, int], training: bool) -> None:
+    """Small images stay with the batch last in memory from layer to layer, larger ones do not."""
+    channels = 4 * (size[0] // 4) * (size[1] // 4)
+    layers = [
+        *(nn.Conv2d(1, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.MaxPool2d(2), nn.Flatten()),
+        *(nn.Linear(channels, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 2)),
+    ]
+    compare(nn.Sequential(*layers).train(training), (6, 1, *size))
+
+
 @pytest.mark.parametrize("size", [(8, 8), (4, 6), (5, 8), (7, 7)])
 @pytest.mark.parametrize("options", [{}, {"stride": 1}, {"padding": 1}])
 def test_max_pooling_with_ties(size: tuple[int, int], options: dict[str, int]) -> None:

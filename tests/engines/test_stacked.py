@@ -24,7 +24,7 @@ from perfed.core.tree import flatten
 from perfed.engines import StackedEngine
 from perfed.engines.stacked.requests import objective_key
 from perfed.runs.simulation import Simulation
-from tests.conftest import SEQUENTIAL, STACKED, tiny
+from tests.conftest import SEQUENTIAL, STACKED, TINY, tiny
 
 CNN = {"name": "cnn"}
 CNN_BN = {"name": "cnn", "batchnorm": True}
@@ -45,7 +45,9 @@ class Odd(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.scale * self.norm(self.convolution(x)).relu())
+        features = self.convolution(x)
+        features = features.view(len(x), 4, -1).view(features.shape)  # only of what lies in order
+        logits: Tensor = self.head(self.scale * self.norm(features).relu())
         return logits
 
 
@@ -107,9 +109,24 @@ def assert_same(one: Simulation, other: Simulation, tolerance: float) -> None:
 @pytest.mark.parametrize("name", list(perfed.algorithms))
 @pytest.mark.parametrize("models", [[CNN_BN], [CNN], MIXED], ids=["batchnorm", "plain", "mixed"])
 def test_every_algorithm_is_the_same_in_float64(name: str, models: Any) -> None:
-    experiment = tiny(algorithm=spec(name), models=models)
+    """With steps enough that most are played back from a tape."""
+    experiment = tiny(algorithm=spec(name), models=models, training=TINY["training"] | {"steps": 6})
     reference = play(Simulation(experiment, how=SEQUENTIAL))
     assert_same(play(Simulation(experiment, how=STACKED)), reference, 1e-8)
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("name", list(perfed.algorithms))
+def test_stacks_side_by_side_on_threads_are_the_same(name: str) -> None:
+    """Ten clients of three architectures a round, so that some stacks are cut in two."""
+    size = {"clients": 15, "clients_per_round": 10}
+    experiment = tiny(algorithm=spec(name), models=MIXED, training={"steps": 5}, **size)
+    reference = play(Simulation(experiment, how=SEQUENTIAL))
+    threaded = Simulation(experiment, how=STACKED, engine=StackedEngine(threads=2))
+    assert_same(play(threaded), reference, 1e-8)
+    if name != "majority":  # which does not train
+        assert any(kept.ready for kept in threaded.engine._recordings.values())  # type: ignore[attr-defined]
+    threaded.engine.close()
 
 
 @pytest.mark.usefixtures("float64")
@@ -367,8 +384,9 @@ def test_private_and_public_samples_share_a_pass_only_where_both_are_asked_for()
         seen: list[tuple[int, ...]] = []
         spec = {"name": "perfed-ckt", "clusters": 2, "weight": weight}
         simulation = Simulation(tiny(models=["mlp"], algorithm=spec), how=STACKED)
-        play(simulation, 1)
-        (module,) = simulation.engine._modules.values()  # type: ignore[attr-defined]
+        population = simulation.population
+        (architecture,) = population.modules
+        module = simulation.engine._module_of(population, architecture)  # type: ignore[attr-defined]
         flatten_layer = module.chains[True][0]
         rule = flatten_layer[0]
 
@@ -377,10 +395,10 @@ def test_private_and_public_samples_share_a_pass_only_where_both_are_asked_for()
             return rule(layer, tensors, at, x)
 
         module.chains[True][0] = (spying, *flatten_layer[1:])
-        simulation.play_round(1, Channel())
-        return seen
+        play(simulation, 1)
+        return seen[-2:]  # the two steps; before them is the trial
 
-    assert passes(2.0) == [(3, 16), (3, 16)]  # two steps, 8 private and 8 public samples in each
+    assert passes(2.0) == [(3, 16), (3, 16)]  # 8 private and 8 public samples in each
     assert passes(0.0) == [(3, 8), (3, 8)]
 
 

@@ -8,12 +8,13 @@ import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 
-from perfed.engines.stacked.together import perform_together
+from perfed.engines.stacked.together import _Thread, perform_together
 
 Ask = Callable[[Any], Any]
 
@@ -88,15 +89,28 @@ def test_an_error_comes_out_and_nothing_stays_behind(where: str) -> None:
             raise Broken
         return [None] * len(requests)
 
-    before = _thread._count()
+    perform_together([lambda ask: None] * 3, lambda requests: [], alone)
+    threads, idle = _thread._count(), len(_Thread.idle)
     with pytest.raises(Broken):
         perform_together([work(n) for n in range(3)], answer, alone)
     assert sorted(unwound) == [0, 1, 2]
-    for _ in range(100):  # a thread that has ended is counted for another moment
-        if _thread._count() == before:
-            break
-        time.sleep(0.01)
-    assert _thread._count() == before
+    assert (_thread._count(), len(_Thread.idle)) == (threads, idle)
+
+
+def test_a_forked_process_has_threads_of_its_own() -> None:
+    def work(ask: Ask) -> int:
+        return int(ask(20)) + 1
+
+    def answer(requests: Sequence[int]) -> list[int]:
+        return [2 * request for request in requests]
+
+    assert perform_together([work] * 2, answer, alone) == [41, 41]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # fork() where there are threads
+        child = os.fork()
+    if child == 0:
+        os._exit(0 if perform_together([work] * 2, answer, alone) == [41, 41] else 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 @pytest.mark.skipif(

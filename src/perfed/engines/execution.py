@@ -78,7 +78,8 @@ class Execution(Options):
             name = "stacked" if fits else "sequential"
         if name == "sequential":
             return SequentialEngine(precision)
-        return StackedEngine(precision, record=device.type == "cuda")
+        threads = torch.get_num_threads() if largest_model < SMALL_MODEL else 1
+        return StackedEngine(precision, record=device.type == "cuda", threads=threads)
 
     def several_runs(self) -> AbstractContextManager[Any]:
         """Around runs one after another: the workers of the first serve the others too."""

@@ -1,8 +1,8 @@
 """The stacked engine.
 
 Jobs run together (:mod:`.together`), and requests that are equal but for their tensors
-(:mod:`.requests`) are answered as one stack (:mod:`.stack`, :mod:`.layers`). On a GPU a stack's
-computation is recorded once and replayed (:mod:`.recorded`).
+(:mod:`.requests`) are answered as one stack (:mod:`.stack`, :mod:`.layers`). A stack's computation
+is recorded once and replayed (:mod:`.recorded`), on a CPU several stacks at a time.
 
 What cannot be mapped over clients is answered as the sequential engine would: a module that draws
 random numbers (each client's must come from its own stream), decides by a tensor's value or looks
@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,14 +30,18 @@ from perfed.engines.local import LocalEngine
 from perfed.engines.population import Population
 from perfed.engines.precision import FLOAT32, Precision
 from perfed.engines.sequential import SequentialEngine
-from perfed.engines.stacked.recorded import RecordedForward, RecordedTraining
+from perfed.engines.stacked.recorded import (
+    RecordedForward,
+    RecordedTraining,
+    TapedForward,
+    TapedTraining,
+)
 from perfed.engines.stacked.requests import grouped, objective_key
 from perfed.engines.stacked.stack import (
     Samples,
     StackedModule,
     StackedStep,
     draw,
-    forward_stack,
     stack_inputs,
     stack_tensors,
     stack_weights,
@@ -51,6 +56,7 @@ SAMPLES_AT_ONCE = 4096
 """Samples that one forward pass of a stack sees, over all its clients."""
 SAMPLES_OF_EACH = 512
 """The same in a recording, of each client."""
+MOST_RECORDINGS = 256
 
 log = logging.getLogger("perfed")
 
@@ -59,14 +65,19 @@ class StackedEngine(LocalEngine):
     """Performs jobs together and answers equal requests as one.
 
     ``record`` says whether a stack's computation is recorded for a fixed number of clients, which
-    is worth it on a GPU; a smaller stack is then filled up with copies of its first client.
+    is worth it on a GPU; a smaller stack is then filled up with copies of its first client. On a
+    CPU ``threads`` stacks run at a time.
     """
 
     name = "stacked"
 
-    def __init__(self, precision: Precision = FLOAT32, record: bool = False) -> None:
+    def __init__(
+        self, precision: Precision = FLOAT32, record: bool = False, threads: int = 1
+    ) -> None:
         super().__init__(precision)
         self._record = record
+        self._threads = threads
+        self._pool: ThreadPoolExecutor | None = None
         self._sequential = SequentialEngine(precision)
         self._modules: dict[str, StackedModule] = {}
         self._expected: dict[str, int] = {}
@@ -100,6 +111,11 @@ class StackedEngine(LocalEngine):
     def answer(self, request: Request) -> Any:
         return self._answer([request])[0]
 
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+
     def _work(self, job: Job, ask: Callable[[Request], Any]) -> Any:
         module = self._module_of(job.client.population, job.client.architecture)
         if module.obstacle is not None:
@@ -130,80 +146,118 @@ class StackedEngine(LocalEngine):
         return self._modules[architecture]
 
     def _answer(self, requests: Sequence[Request]) -> list[Any]:
-        answers: dict[int, Any] = {}
+        if len(self._recordings) > MOST_RECORDINGS:
+            self._recordings.clear()
+        stacks: list[Stack] = []
         for kind, group in grouped(requests):
             first = group[0].client
             module = self._module_of(first.population, first.architecture)
-            if len(group) == 1 and not self._record:  # a stack of one is only overhead
-                answers[id(group[0])] = self._sequential.answer(group[0])
-                continue
-            with self.precision.active(first.population.device):
-                if isinstance(group[0], Sgd):
-                    part = self._train(kind, module, group)  # type: ignore[arg-type]
-                else:
-                    part = self._forward(kind, module, group)  # type: ignore[arg-type]
-            answers |= {id(request): one for request, one in zip(group, part, strict=True)}
+            if isinstance(group[0], Sgd):
+                stacks += self._train(kind, module, group)  # type: ignore[arg-type]
+            else:
+                stacks += self._forward(kind, module, group)  # type: ignore[arg-type]
+        answers: dict[int, Any] = {}
+        for answered in self._computed(stacks):
+            answers |= answered
         return [answers[id(request)] for request in requests]
 
-    def _train(self, kind: Hashable, module: StackedModule, group: list[Sgd]) -> list[Any]:
+    def _computed(self, stacks: Sequence[Stack]) -> Iterator[dict[int, Any]]:
+        """What each stack answers. Those whose recordings need no Python run side by side."""
+        ready = [stack for stack in stacks if self._threads > 1 and self._is_ready(stack)]
+        for stack in stacks:
+            if stack not in ready:
+                with self.precision.active(stack.device):
+                    yield stack.compute()
+        if len(ready) > 1:
+            self._pool = self._pool or ThreadPoolExecutor(self._threads)
+            yield from self._pool.map(lambda stack: stack.compute(), ready)
+        else:
+            yield from (stack.compute() for stack in ready)
+
+    def _is_ready(self, stack: Stack) -> bool:
+        return stack.recording in self._recordings and self._recordings[stack.recording].ready
+
+    def _train(self, kind: Hashable, module: StackedModule, group: list[Sgd]) -> Iterator[Stack]:
         samples, starts = self._all_samples(group[0].client.population)
-        lanes = self._lanes_for(group[0])
-        trained: list[Weights] = []
+        if kind not in self._steps:
+            self._steps[kind] = StackedStep(module, group[0])
+        lanes = self._lanes_for(group[0], len(group))
         for start in range(0, len(group), lanes):
             stack = group[start : start + lanes]
-            if kind not in self._steps:
-                self._steps[kind] = StackedStep(module, stack[0])
-            step, draws = self._steps[kind], draw(stack, starts)
-            weights = stack_weights([request.weights for request in stack])
-            inputs = stack_inputs(stack)
-            if self._record:
-                if kind not in self._recordings:
-                    self._recordings[kind] = RecordedTraining(
-                        step, lanes, weights, inputs, samples, draws
-                    )
-                weights = self._recordings[kind].run(weights, inputs, draws, stack[0].rate)
-            else:
-                rate = torch.tensor(stack[0].rate)
-                for number in range(stack[0].steps):
-                    step(weights, inputs, samples, *draws.of_step(number), rate)
-            trained += unstack_weights(weights, len(stack))
-        return trained
+            name = kind if self._record else (kind, len(stack))
+            compute = functools.partial(
+                self._trained, name, self._steps[kind], lanes, stack, samples, starts
+            )
+            yield Stack(name, samples.x.device, compute)
 
-    def _forward(self, kind: Hashable, module: StackedModule, group: list[Logits]) -> list[Tensor]:
+    def _trained(
+        self,
+        name: Hashable,
+        step: StackedStep,
+        lanes: int,
+        stack: list[Sgd],
+        samples: Samples,
+        starts: dict[int, tuple[int, int]],
+    ) -> dict[int, Weights]:
+        draws = draw(stack, starts)
+        weights = stack_weights([request.weights for request in stack])
+        inputs = stack_inputs(stack)
+        if name not in self._recordings:
+            recorded = RecordedTraining if self._record else TapedTraining
+            self._recordings[name] = recorded(step, lanes, weights, inputs, samples, draws)
+        weights = self._recordings[name].run(weights, inputs, draws, stack[0].rate)
+        trained = unstack_weights(weights, len(stack))
+        return {id(request): one for request, one in zip(stack, trained, strict=True)}
+
+    def _forward(
+        self, kind: Hashable, module: StackedModule, group: list[Logits]
+    ) -> Iterator[Stack]:
         samples, starts = self._all_samples(group[0].client.population)
         table = samples.public_x if group[0].public else samples.x
-        lanes = self._lanes_for(group[0])
         models = sorted(distinct_models(group, starts), key=lambda model: len(model.where))
-        answers: dict[int, Tensor] = {}
+        lanes = self._lanes_for(group[0], len(models))
         for start in range(0, len(models), lanes):
             stack = models[start : start + lanes]
-            tensors = stack_tensors([model.tensors for model in stack])
             where = pad_sequence([model.where for model in stack], batch_first=True)
-            if self._record:
-                if kind not in self._recordings:
-                    self._recordings[kind] = RecordedForward(
-                        module, lanes, SAMPLES_OF_EACH, tensors, table
-                    )
-                logits = self._recordings[kind].run(tensors, where)
-            else:
-                logits = forward_stack(module, tensors, table, where, SAMPLES_AT_ONCE)
-            for model, rows in zip(stack, logits, strict=True):
-                answers |= model.shares(rows)
-        return [answers[id(request)] for request in group]
+            name = kind if self._record else (kind, where.shape)
+            compute = functools.partial(self._run_forward, name, module, lanes, stack, table, where)
+            yield Stack(name, table.device, compute)
 
-    def _lanes_for(self, request: Request) -> int:
-        """Clients in a stack: those expected, in stacks of one size where they are too many."""
-        expected = self._expected.get(request.client.architecture, MOST_LANES)
-        if not self._record or expected == 0:
-            return MOST_LANES
-        stacks = -(-expected // MOST_LANES)
-        return -(-expected // stacks)
+    def _run_forward(
+        self,
+        name: Hashable,
+        module: StackedModule,
+        lanes: int,
+        stack: list[Model],
+        table: Tensor,
+        where: Tensor,
+    ) -> dict[int, Tensor]:
+        tensors = stack_tensors([model.tensors for model in stack])
+        if name not in self._recordings:
+            recorded = RecordedForward if self._record else TapedForward
+            at_once = SAMPLES_OF_EACH if self._record else max(1, SAMPLES_AT_ONCE // len(stack))
+            self._recordings[name] = recorded(module, lanes, at_once, tensors, table)
+        logits = self._recordings[name].run(tensors, where)
+        answers: dict[int, Tensor] = {}
+        for model, rows in zip(stack, logits, strict=True):
+            answers |= model.shares(rows)
+        return answers
+
+    def _lanes_for(self, request: Request, count: int) -> int:
+        """Clients in a stack. In a recording, those expected, in stacks of one size where they are
+        too many; else those there are, where that is enough for it in as many stacks as threads."""
+        most = count if count < 2 * self._threads else -(-count // self._threads)
+        if self._record:
+            most = self._expected.get(request.client.architecture, 0) or MOST_LANES
+        stacks = -(-most // MOST_LANES)
+        return -(-most // stacks)
 
     def _all_samples(self, population: Population) -> tuple[Samples, dict[int, tuple[int, int]]]:
         """The samples of all populations, and where each one's begin."""
         if population not in self._populations:
             self._populations.append(population)
             self._tables = None
+            self._recordings.clear()
         if self._tables is None:
             self._tables = join_samples(self._populations)
         starts, private, public = {}, 0, 0
@@ -211,6 +265,17 @@ class StackedEngine(LocalEngine):
             starts[id(each)] = (private, public)
             private, public = private + len(each.x), public + len(each.public_x)
         return self._tables, starts
+
+
+@dataclass(frozen=True, eq=False)
+class Stack:
+    """Requests that are answered as one."""
+
+    recording: Hashable
+    """The name of the recording they have or will have."""
+    device: torch.device
+    compute: Callable[[], dict[int, Any]]
+    """The answers, by the requests' ids."""
 
 
 def join_samples(populations: Sequence[Population]) -> Samples:

@@ -21,14 +21,16 @@ from perfed.engines.stacked import hopper
 from perfed.engines.stacked.hopper import Deferred
 from perfed.engines.stacked.lanes import physical
 from perfed.engines.stacked.operations import (
+    PATCHES_LIMIT,
     BatchNorm,
-    DenseConvolution,
     HalvingMaxPool,
     apply,
+    batch_last,
+    conv2d_batch_last,
     conv2d_by_columns,
-    dense_places,
     in_precision,
     max_of_pairs,
+    output_size,
 )
 
 Rule = Callable[[Any, "Tensors", str, Any], Any]  # (layer, stacked tensors, prefix, input)
@@ -54,11 +56,18 @@ class Tensors:
 def _linear(layer: nn.Linear, tensors: Tensors, at: str, x: Tensor) -> Tensor:
     weight = tensors[at + "weight"]
     rows = x.flatten(1, -2) if x.ndim > 3 else x
-    if layer.bias is None:
+    if not x.is_cuda:  # the other way round, for a batch that is last in memory
+        y = _product(None if layer.bias is None else tensors[at + "bias"], weight, rows.mT).mT
+    elif layer.bias is None:
         y = torch.bmm(rows, weight.mT)
     else:
         y = torch.baddbmm(tensors[at + "bias"].unsqueeze(1), rows, weight.mT)
     return y.reshape(*x.shape[:-1], -1) if x.ndim > 3 else y
+
+
+def _product(bias: Tensor | None, weight: Tensor, x: Tensor) -> Tensor:
+    """(n, o, i) × (n, i, b)."""
+    return torch.bmm(weight, x) if bias is None else torch.baddbmm(bias.unsqueeze(2), weight, x)
 
 
 def _elementwise(layer: nn.Module, tensors: Tensors, at: str, x: Tensor) -> Tensor:
@@ -90,12 +99,11 @@ def _conv2d(
     if x.is_cuda:
         y = conv2d_by_columns(x, weight, *geometry)
     else:
-        places, shape = dense_places(tuple(x.shape[2:]), tuple(weight.shape[1:]), geometry)
-        if places is not None:
-            y = apply(DenseConvolution, x.flatten(2), weight, places, shape)
-        else:
-            pairs = zip(x, weight, strict=True)
-            y = torch.stack([F.conv2d(image, kernel, None, *geometry) for image, kernel in pairs])
+        rows, columns = output_size(x.shape[3:], weight.shape[3:], geometry)
+        if weight[0, 0].numel() * rows * columns <= PATCHES_LIMIT:
+            return conv2d_batch_last(x, weight, bias, geometry)
+        pairs = zip(x, weight, strict=True)
+        y = torch.stack([F.conv2d(image, kernel, None, *geometry) for image, kernel in pairs])
     assert y is not None
     return y if bias is None else y + bias[:, None, :, None, None].to(y.dtype)
 
@@ -148,13 +156,29 @@ def _normalised(
     """With batch statistics, which move the running ones."""
     n, channels = x.shape[0], x.shape[2]
     unbias = _unbiasing(x.numel() // (n * channels))
-    wide = (n, 1, channels, *(1,) * (x.ndim - 3))
-    y, mean, variance = apply(BatchNorm, x, weight.reshape(wide), bias.reshape(wide), eps)
+    if not x.is_cuda and batch_last(x):
+        y, mean, variance = _normalised_rows(x, weight, bias, eps)
+    else:
+        wide = (n, 1, channels, *(1,) * (x.ndim - 3))
+        y, mean, variance = apply(BatchNorm, x, weight.reshape(wide), bias.reshape(wide), eps)
     for running_mean, running_variance in running:
         running_mean.lerp_(mean.view(n, channels), momentum)
         running_variance.lerp_((variance * unbias).view(n, channels), momentum)
     normalised: Tensor = y.to(x.dtype)
     return normalised
+
+
+def _normalised_rows(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Where the batch is last in memory, a channel of a client is one row, and what BatchNorm does
+    to it PyTorch's group norm does in two passes: every row a group of its own."""
+    rows = x.movedim(1, -1)
+    count = weight.numel()
+    y, mean, scale = torch.native_group_norm(
+        rows, weight.reshape(-1), bias.reshape(-1), 1, count, x.numel() // count, count, eps
+    )
+    return y.view(rows.shape).movedim(-1, 1), mean.detach(), scale.detach() ** -2 - eps
 
 
 def _unbiasing(count: int) -> float:
@@ -315,6 +339,8 @@ def mapped_chain(chain: Chain, tensors: Mapping[str, Tensor], x: Tensor) -> Tens
     with stack.entered():
         named = dict(zip(tensors, stack.tensors[1:], strict=True))
         y = run_chain(chain, Tensors(named), stack.tensors[0])
+        if not y.is_cuda:
+            y = y.contiguous()  # as PyTorch's layers leave it: what follows may call view()
     return stack.wrap(y)
 
 
@@ -336,7 +362,32 @@ def mapped_chain_of_both(
         private, public, *rest = stack.tensors
         own = dict(zip([*params, *buffers], rest, strict=False))
         other = dict(zip(public_buffers, rest[len(own) :], strict=True))
-        tensors = Tensors(own, private.shape[1], other)
-        y = run_chain(chain, tensors, torch.cat([private, public], 1))
+        if private.is_cuda:
+            tensors = Tensors(own, private.shape[1], other)
+            y = run_chain(chain, tensors, torch.cat([private, public], 1))
+        else:
+            apart = _apart(chain)
+            halves = [
+                run_chain(chain[:apart], Tensors(own), private),
+                run_chain(chain[:apart], Tensors(own | other), public),
+            ]
+            y = run_chain(chain[apart:], Tensors(own), _joined(halves))
         first, second = y[:, : private.shape[1]], y[:, private.shape[1] :]
     return stack.wrap(first), stack.wrap(second)
+
+
+def _apart(chain: Chain) -> int:
+    """How many layers see private and public samples apart on a CPU, which has no use for large
+    batches: up to the last BatchNorm, and what makes its output smaller."""
+    rules = [rule for rule, _, _ in chain]
+    if _batch_norm not in rules:
+        return 0
+    apart = len(rules) - rules[::-1].index(_batch_norm)
+    while apart < len(rules) and rules[apart] in (_relu, _max_pool2d):
+        apart += 1
+    return apart
+
+
+def _joined(halves: Sequence[Tensor]) -> Tensor:
+    """One batch, last in memory."""
+    return torch.cat([half.movedim(1, -1) for half in halves], -1).movedim(-1, 1)

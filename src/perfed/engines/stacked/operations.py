@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-DENSE_LIMIT = 1 << 16
-"""Entries up to which a convolution is written as one dense matrix: tiny images, on a CPU."""
+PATCHES_LIMIT = 4096
+"""Entries of a sample's patches up to which gathering them beats PyTorch's convolution."""
+
+Pair = tuple[int, int]
+Geometry = tuple[Pair, Pair, Pair]  # stride, padding, dilation
 
 
 def in_precision(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -21,67 +24,77 @@ def in_precision(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors)
 
 
-@lru_cache(maxsize=64)
-def dense_places(
-    image: tuple[int, ...], kernel: tuple[int, ...], geometry: tuple[Any, ...]
-) -> tuple[Tensor | None, tuple[int, ...]]:
-    """Where each weight of a convolution stands in its dense matrix, and the output's shape.
+def batch_last(x: Tensor) -> bool:
+    """Whether (n, b, …) lies in memory as (n, …, b): small images, on a CPU."""
+    return x.movedim(1, -1).is_contiguous()
 
-    The matrix (inputs × outputs) comes flat, with one entry more for what falls off the image.
-    None where it would be larger than ``DENSE_LIMIT``.
-    """
-    (channels, height, width), (stride, padding, dilation) = image, geometry
+
+def output_size(image: Sequence[int], kernel: Sequence[int], geometry: Geometry) -> Pair:
     rows, columns = (
         (size + 2 * p - d * (k - 1) - 1) // s + 1
-        for size, k, s, p, d in zip(
-            (height, width), kernel[2:], stride, padding, dilation, strict=True
-        )
+        for size, k, s, p, d in zip(image, kernel, *geometry, strict=True)
     )
-    shape = (kernel[0], rows, columns)
-    inputs, outputs = channels * height * width, kernel[0] * rows * columns
-    if inputs * outputs > DENSE_LIMIT:
-        return None, shape
-    o, c, u, v, i, j = torch.meshgrid(
-        *(torch.arange(size) for size in (*kernel, rows, columns)), indexing="ij"
-    )
-    row = i * stride[0] - padding[0] + u * dilation[0]
-    column = j * stride[1] - padding[1] + v * dilation[1]
-    inside = (row >= 0) & (row < height) & (column >= 0) & (column < width)
-    source, target = (c * height + row) * width + column, (o * rows + i) * columns + j
-    places = torch.where(inside, source * outputs + target, inputs * outputs)
-    return places.reshape(-1, rows * columns), shape
+    return rows, columns
 
 
-class DenseConvolution(torch.autograd.Function):
-    """A convolution of tiny images as one matrix product: (n, b, inputs) × (n, inputs, outputs).
+def conv2d_batch_last(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
+    """A convolution as one matrix product (n, o, c·kh·kw) × (n, c·kh·kw, rows·columns·b).
 
-    More arithmetic than needed, all of it in the one operation CPUs are good at.
+    With the batch last in memory, patches are gathered in long runs, and what follows (BatchNorm,
+    pooling, the next layer) works on long runs too.
     """
+    size = output_size(x.shape[3:], weight.shape[3:], geometry)
+    patches = apply(Patches, x.movedim(1, -1), tuple(weight.shape[3:]), geometry)
+    if bias is None:
+        y = torch.bmm(weight.flatten(2), patches)
+    else:
+        y = torch.baddbmm(bias.unsqueeze(2).to(weight.dtype), weight.flatten(2), patches)
+    return y.view(*weight.shape[:2], *size, x.shape[1]).movedim(-1, 1)
+
+
+class Patches(torch.autograd.Function):
+    """What a kernel sees of (n, c, h, w, b) at each of its places: (n, c·kh·kw, places·b)."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, places: Tensor, shape: tuple[int, ...]
-    ) -> Tensor:
-        n, inputs, outputs = len(weight), x.shape[2], torch.Size(shape).numel()
-        matrix = weight.new_zeros(n, inputs * outputs + 1)
-        repeated = weight.reshape(n, -1, 1).expand(-1, -1, places.shape[1]).reshape(n, -1)
-        matrix.index_copy_(1, places.reshape(-1), repeated)
-        matrix = matrix[:, :-1].view(n, inputs, outputs)
-        ctx.save_for_backward(x, matrix)
-        ctx.places, ctx.weight_shape = places, weight.shape
-        return torch.bmm(x, matrix).reshape(*x.shape[:2], *shape)
+    def forward(ctx: Any, images: Tensor, kernel: Pair, geometry: Geometry) -> Tensor:
+        padding = geometry[1]
+        ctx.shape, ctx.kernel, ctx.geometry = images.shape, kernel, geometry
+        padded = F.pad(images, (0, 0, padding[1], padding[1], padding[0], padding[0])).contiguous()
+        return _windows(padded, kernel, geometry).reshape(
+            len(images), images.shape[1] * kernel[0] * kernel[1], -1
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, matrix = ctx.saved_tensors
-        grad = grads[0].flatten(2)
-        dx = torch.bmm(grad, matrix.mT) if ctx.needs_input_grad[0] else None
-        dense = grad.new_empty(len(x), matrix[0].numel() + 1)
-        torch.bmm(x.mT, grad, out=dense[:, :-1].view(matrix.shape))
-        dense[:, -1] = 0  # what falls off the image
-        places: Tensor = ctx.places
-        dw = dense.index_select(1, places.reshape(-1)).reshape(len(x), *places.shape).sum(2)
-        return dx, dw.reshape(ctx.weight_shape), None, None
+        n, channels, height, width, batch = ctx.shape
+        (above, left), kernel = ctx.geometry[1], ctx.kernel
+        padded = grads[0].new_zeros(n, channels, height + 2 * above, width + 2 * left, batch)
+        windows = _windows(padded, kernel, ctx.geometry)
+        grad = grads[0].view(windows.shape)
+        for u in range(kernel[0]):  # one after another: windows overlap
+            for v in range(kernel[1]):
+                windows[:, :, u, v].add_(grad[:, :, u, v])
+        return padded[:, :, above : above + height, left : left + width], None, None
+
+
+def _windows(padded: Tensor, kernel: Pair, geometry: Geometry) -> Tensor:
+    """A view of (n, c, h, w, b): (n, c, kh, kw, rows, columns, b)."""
+    (down, right), _, (far_down, far_right) = geometry
+    n, channels, height, width, batch = padded.shape
+    rows, columns = output_size((height, width), kernel, (geometry[0], (0, 0), geometry[2]))
+    of_n, of_channel, of_row, of_column, _ = padded.stride()
+    return padded.as_strided(
+        (n, channels, *kernel, rows, columns, batch),
+        (
+            of_n,
+            of_channel,
+            of_row * far_down,
+            of_column * far_right,
+            of_row * down,
+            of_column * right,
+            1,
+        ),
+    )
 
 
 def conv2d_by_columns(
@@ -154,23 +167,29 @@ class HalvingMaxPool(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        left, right = x[..., 0::2], x[..., 1::2]
-        row = torch.maximum(left, right)
-        upper, lower = row[..., 0::2, :], row[..., 1::2, :]
-        ctx.save_for_backward(right > left, lower > upper)
-        return torch.maximum(upper, lower)
+        row = torch.maximum(*_neighbours(x, -1))
+        ctx.save_for_backward(x, row)
+        return torch.maximum(*_neighbours(row, -2))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        in_right, in_lower = ctx.saved_tensors
-        grad = grads[0]
-        row = grad.new_empty(in_right.shape)
-        torch.mul(grad, in_lower, out=row[..., 1::2, :])
-        torch.sub(grad, row[..., 1::2, :], out=row[..., 0::2, :])
-        dx = grad.new_empty(*row.shape[:-1], 2 * row.shape[-1])
-        torch.mul(row, in_right, out=dx[..., 1::2])
-        torch.sub(row, dx[..., 1::2], out=dx[..., 0::2])
-        return dx
+        x, row = ctx.saved_tensors
+        return _to_larger(_to_larger(grads[0], row, -2), x, -1)
+
+
+def _to_larger(grad: Tensor, x: Tensor, dim: int) -> Tensor:
+    """Of each two neighbours, the gradient to the larger one and zero to the other."""
+    dx = torch.empty_like(x)
+    first, second = _neighbours(x, dim)
+    to_first, to_second = _neighbours(dx, dim)
+    # Not a mask: PyTorch is slow where truth values meet numbers.
+    torch.ops.aten.threshold_backward.grad_input(grad, second - first, 0, grad_input=to_second)
+    torch.sub(grad, to_second, out=to_first)
+    return dx
+
+
+def _neighbours(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    return (x[..., 0::2], x[..., 1::2]) if dim == -1 else (x[..., 0::2, :], x[..., 1::2, :])
 
 
 def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:

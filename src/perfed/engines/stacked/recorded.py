@@ -1,7 +1,8 @@
 """A stack's computation, recorded once and replayed: the local loop without Python in it.
 
-A recording is for a fixed number of clients: its inputs are tensors at fixed places, into which
-each stack is copied. On a GPU it is a CUDA graph.
+On a GPU a recording is a CUDA graph, for a fixed number of clients: its inputs are tensors at fixed
+places, into which each stack is copied. On a CPU it is a tape (:mod:`.tape`), quickly made, and
+every number of clients has its own.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from perfed.core.tree import Weights
 from perfed.engines.stacked import hopper
 from perfed.engines.stacked.stack import Draws, Samples, StackedModule, StackedStep
+from perfed.engines.stacked.tape import Taped
 
 
 class Recording:
@@ -60,6 +62,8 @@ class Recording:
 
 class RecordedTraining:
     """The training of a stack of ``lanes`` clients."""
+
+    ready = False  # a GPU does one thing at a time
 
     def __init__(
         self,
@@ -111,6 +115,8 @@ class RecordedTraining:
 class RecordedForward:
     """The logits of ``lanes`` models, so many samples of each at once."""
 
+    ready = False
+
     def __init__(
         self,
         module: StackedModule,
@@ -139,6 +145,90 @@ class RecordedForward:
             assert self._recording.output is not None
             parts.append(self._recording.output[: part.shape[0], : part.shape[1]].clone())
         return torch.cat(parts, dim=1)
+
+
+class TapedTraining:
+    """On a CPU, the training of stacks of one size."""
+
+    def __init__(
+        self,
+        step: StackedStep,
+        lanes: int,
+        weights: Weights,
+        inputs: list[Tensor],
+        samples: Samples,
+        draws: Draws,
+    ) -> None:
+        self._step = step
+        self._samples = samples
+        self._form = tree_flatten((weights, inputs))[1]
+        self._batches = len(draws.private)
+        self._taped = Taped(self._one_step)
+
+    @property
+    def ready(self) -> bool:
+        return self._taped.ready
+
+    def run(self, weights: Weights, inputs: list[Tensor], draws: Draws, rate: float) -> Weights:
+        """``weights`` themselves, moved."""
+        tensors, _ = tree_flatten((weights, inputs))
+        tensors += draws.public_start, torch.tensor(rate)
+        for number in range(draws.private[0].shape[1]):
+            drawn = [positions[:, number].clone() for positions in draws.all()]
+            self._taped(*drawn, *tensors)
+        return weights
+
+    def _one_step(self, *tensors: Tensor) -> None:
+        *first, public_start, rate = tensors
+        drawn = len(first) - self._form.num_leaves
+        private, public = first[: self._batches], first[self._batches : drawn]
+        weights, inputs = tree_unflatten(first[drawn:], self._form)
+        self._step(
+            weights,
+            inputs,
+            self._samples,
+            private,
+            public[0] if public else None,
+            public_start,
+            rate,
+        )
+
+
+class TapedForward:
+    """On a CPU, the logits of stacks of one size, at one number of samples."""
+
+    def __init__(
+        self,
+        module: StackedModule,
+        lanes: int,
+        at_once: int,
+        tensors: Mapping[str, Tensor],
+        samples: Tensor,
+    ) -> None:
+        self._module = module
+        self._at_once = at_once
+        self._names = list(tensors)
+        self._samples = samples
+        self._taped: dict[int, Taped] = {}
+
+    @property
+    def ready(self) -> bool:
+        return bool(self._taped) and all(taped.ready for taped in self._taped.values())
+
+    def run(self, tensors: Mapping[str, Tensor], where: Tensor) -> Tensor:
+        parts = []
+        for part in torch.split(where, self._at_once, dim=1):
+            taped = self._taped.setdefault(part.shape[1], Taped(self._forward))
+            logits = taped(part.clone(), *tensors.values())
+            assert logits is not None
+            parts.append(logits)
+        return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+
+    @torch.no_grad()
+    def _forward(self, where: Tensor, *tensors: Tensor) -> Tensor:
+        named = dict(zip(self._names, tensors, strict=True))
+        logits: Tensor = torch.func.vmap(self._module.evaluate)(named, self._samples[where])
+        return logits
 
 
 def _listed(tensor: Tensor | None) -> list[Tensor]:

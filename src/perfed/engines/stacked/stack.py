@@ -10,6 +10,7 @@ import copy
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -163,8 +164,7 @@ class StackedNetwork(Network):
         return self._stacked.forward(True, self._weights.params | self._rounded | buffers, x)
 
 
-@dataclass(frozen=True)
-class Samples:
+class Samples(NamedTuple):
     """The samples of all simulations that share a stack, one after another."""
 
     x: Tensor
@@ -183,10 +183,8 @@ class Draws:
     public_start: Tensor
     """Where that set begins in :class:`Samples`, for each client."""
 
-    def of_step(self, number: int) -> tuple[list[Tensor], Tensor | None, Tensor]:
-        private = [positions[:, number] for positions in self.private]
-        public = None if self.public is None else self.public[:, number]
-        return private, public, self.public_start
+    def all(self) -> list[Tensor]:
+        return self.private if self.public is None else [*self.private, self.public]
 
 
 _TENSOR = object()  # where one of the inputs is a tensor, and not the same for all clients
@@ -356,17 +354,3 @@ def draw(stack: Sequence[Sgd], starts: Mapping[int, tuple[int, int]]) -> Draws:
             device,
         )
     return Draws(private, public, begins[:, 1])
-
-
-@torch.no_grad()
-def forward_stack(
-    module: StackedModule,
-    tensors: dict[str, Tensor],
-    samples: Tensor,
-    where: Tensor,
-    at_once: int,
-) -> Tensor:
-    """Each model's logits at its own positions, in evaluation mode; ``at_once`` samples in all."""
-    forward = vmap(module.evaluate)
-    parts = torch.split(where, max(1, at_once // len(where)), dim=1)
-    return torch.cat([forward(tensors, samples[part]) for part in parts], dim=1)

@@ -9,10 +9,11 @@ sees what all clients want at the same moment.
 from __future__ import annotations
 
 import _thread
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from queue import SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 Request = TypeVar("Request")
 Answer = Callable[[Sequence[Request]], Sequence[Any]]
@@ -23,23 +24,48 @@ class _Abandoned(BaseException):
     """Unwinds a job that nobody waits for any more."""
 
 
+class _Thread:
+    """Runs one job after another: a new thread for each would cost more than many a job."""
+
+    idle: ClassVar[list[_Thread]] = []
+
+    def __init__(self) -> None:
+        self.work: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        # Not threading.Thread, whose start() waits for the new thread.
+        _thread.start_new_thread(self._run, ())
+
+    def _run(self) -> None:
+        while True:
+            self.work.get()()
+
+    @classmethod
+    def any(cls) -> _Thread:
+        try:
+            return cls.idle.pop()
+        except IndexError:
+            return cls()
+
+
+if hasattr(os, "register_at_fork"):  # a child process has none of its parent's threads
+    os.register_at_fork(after_in_child=_Thread.idle.clear)
+
+
 class _Member(Generic[Request]):
     """A job, and the two batons that say whether it or the conductor is running."""
 
     def __init__(self, work: Callable[[Ask[Request]], Any]) -> None:
         self._work = work
-        self._turn: SimpleQueue[None] = SimpleQueue()
+        self._thread = _Thread.any()
         self._rest: SimpleQueue[None] = SimpleQueue()
         self._abandoned = self._ended = False
         self.request: Request | None = None
         self.answer: Any = None
         self.result: Any = None
         self.error: BaseException | None = None
-        # Not threading.Thread, whose start() waits for the new thread.
-        _thread.start_new_thread(self._run, ())
 
     def _run(self) -> None:
-        self._turn.get()
+        if self._ended:
+            return
         try:
             if not self._abandoned:
                 self.result = self._work(self._ask)
@@ -48,12 +74,13 @@ class _Member(Generic[Request]):
         except BaseException as error:  # raised again where the jobs were started
             self.error = error
         self._ended = True
+        _Thread.idle.append(self._thread)
         self._rest.put(None)
 
     def _ask(self, request: Request) -> Any:
         self.request = request
         self._rest.put(None)
-        self._turn.get()
+        self._thread.work.get()  # the next turn
         if self._abandoned:
             raise _Abandoned
         answer, self.answer, self.request = self.answer, None, None
@@ -61,7 +88,7 @@ class _Member(Generic[Request]):
 
     def take_turn(self) -> None:
         """Let the job run until it asks or ends."""
-        self._turn.put(None)
+        self._thread.work.put(self._run)  # which begins the job, or lets it go on
         self._rest.get()
 
     def abandon(self) -> None:
