@@ -84,14 +84,13 @@ class Page:
 
     def errors(self) -> list[str]:
         """What the console shows in red."""
-        found = [
+        return [
             json.dumps(event["params"])
             for event in self._events
             if event["method"] == "Runtime.exceptionThrown"
             or (event["method"] == "Log.entryAdded" and _is_bad(event["params"]["entry"]))
             or (event["method"] == "Runtime.consoleAPICalled" and _is_bad(event["params"]))
         ]
-        return found
 
     def requests(self) -> list[str]:
         """Every address that was asked for, apart from what the page has in itself."""

@@ -76,10 +76,11 @@ class PerFedCKT(Algorithm):
 
     # For the log: how alike the centroids are, and how like those of the round before.
     def describe(self, before: Tree, state: Tree) -> dict[str, Any]:
-        now = state["centroids"]
+        now: Tensor = state["centroids"]
+        earlier: Tensor = before["centroids"] if before else now
         return {
             "centroid_overlap": overlap(now, now).tolist(),
-            "earlier_overlap": overlap(before.get("centroids", now), now).tolist(),
+            "earlier_overlap": overlap(earlier, now).tolist(),
         }
 
     def check(self, clients_per_round: int) -> None:

@@ -54,7 +54,8 @@ def _candidates(runs: Sequence[Run], curves: Sequence[Series]) -> Iterator[Chart
         yield clients_by_round(curves)
         yield distribution(curves)
         yield gains(curves)
-    for number, run in enumerate(first_of_each(runs)):
+    clustering = [run for run in first_of_each(runs) if membership(run)]
+    for number, run in enumerate(clustering, start=1):
         yield cluster_membership(run, number)
         yield centroid_similarity(run, number)
     yield labels_per_client(runs)
@@ -151,9 +152,9 @@ def accuracy_by_communication(curves: Sequence[Series]) -> Chart | None:
         for curve in talking
     }
     cheapest = sorted(paid, key=lambda label: paid[label])
+    whom = "all that communicate reach" if len(paid) > 1 else "it reaches"
     chart.caption = (
-        "Further left is cheaper, further up is better. "
-        f"{_percent(goal)} {'is reached by all that communicate' if len(paid) > 1 else 'is reached'}: "
+        f"Further left is cheaper, further up is better. {_percent(goal)}, which {whom}, comes to "
         + _listed([f"{label} after {quantity(paid[label])} parameters" for label in cheapest])
         + "."
     )
@@ -392,9 +393,7 @@ def centroid_similarity(run: Run, number: int) -> Chart | None:
 
 
 def labels_per_client(runs: Sequence[Run]) -> Chart | None:
-    run = next(
-        (run for run in sorted(runs, key=lambda run: run.seed) if _knows_labels(run)), None
-    )
+    run = next((run for run in sorted(runs, key=lambda run: run.seed) if _knows_labels(run)), None)
     if run is None:
         return None
     counts = np.array([client["labels"]["train"] for client in run.clients if client])
@@ -429,7 +428,9 @@ def labels_per_client(runs: Sequence[Run]) -> Chart | None:
         axes.set_xticks([])
     if classes <= 20:
         axes.set_yticks(range(classes))
-    axes.set(xlabel="client", ylabel="label", xlim=(-0.8, clients - 0.2), ylim=(-0.7, classes - 0.3))
+    axes.set(
+        xlabel="client", ylabel="label", xlim=(-0.8, clients - 0.2), ylim=(-0.7, classes - 0.3)
+    )
     held, sizes = (counts > 0).sum(1), counts.sum(1)
     chart.caption = (
         f"The area of a bubble is how many training samples of a label a client has, at most "
@@ -521,9 +522,7 @@ def _hide_spare(panels: Sequence[Axes], used: int) -> None:
             panels[used - 2].tick_params(labelbottom=True)
 
 
-def _curve(
-    axes: Axes, x: Any, y: Any, number: int, label: str, alone: bool = False
-) -> None:
+def _curve(axes: Axes, x: Any, y: Any, number: int, label: str, alone: bool = False) -> None:
     colour = theme.colour(4 if alone else number)
     marker = "o" if len(x) == 1 else None  # a line of one point is not seen
     axes.plot(x, y, color=colour, ls=theme.style(number), marker=marker, ms=4, label=label)
@@ -540,13 +539,12 @@ def _client_bands(axes: Axes, curve: Series, colour: str) -> None:
     _band(axes, rounds + 1, first, third, colour, 0.22)
 
 
-def _quantiles(curve: Series, round: int) -> np.ndarray:
-    return 100 * np.percentile(curve.pooled(round), [10, 25, 75, 90])
+def _quantiles(curve: Series, round: int) -> list[float]:
+    """Of the clients' accuracies, in %: the tenth, the quarters, the nine tenths."""
+    return [100 * float(q) for q in np.percentile(curve.pooled(round), [10, 25, 75, 90])]
 
 
-def _tips_on_curve(
-    chart: Chart, axes: Axes, x: Any, y: Any, texts: Sequence[str]
-) -> None:
+def _tips_on_curve(chart: Chart, axes: Axes, x: Any, y: Any, texts: Sequence[str]) -> None:
     """Marks that are not seen until they are pointed at; on a long curve, some of its points."""
     kept = np.unique(np.linspace(0, len(x) - 1, min(len(x), TIPS_ON_A_CURVE)).round().astype(int))
     axes.scatter(
@@ -723,7 +721,7 @@ def _band_words(curve: Series) -> str:
     )
 
 
-def _range(ends: Sequence[float]) -> str:
+def _range(ends: Any) -> str:
     return f"{ends[0]:.0f}–{ends[1]:.0f} %"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -36,7 +37,7 @@ class Membership:
         again = same = 0
         for choices in self.chosen.values():
             drawn = sorted(choices)
-            for earlier, later in zip(drawn, drawn[1:], strict=False):
+            for earlier, later in pairwise(drawn):
                 if later >= self.rounds / 2:
                     again += 1
                     same += choices[earlier] == choices[later]
@@ -69,9 +70,7 @@ def membership(run: Run) -> Membership | None:
     }
     networks = [client["architecture"] if client else "" for client in run.clients]
     by_network = not ids and len(set(networks)) > 1
-    order = sorted(
-        chosen, key=lambda c: (networks[c] if by_network else "", _usual(chosen[c]), c)
-    )
+    order = sorted(chosen, key=lambda c: (networks[c] if by_network else "", _usual(chosen[c]), c))
     return Membership(
         rounds=max(recorded) + 1,
         count=len(names),

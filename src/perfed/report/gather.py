@@ -167,9 +167,7 @@ class Series:
 def read(paths: Sequence[Path]) -> list[Run]:
     """The runs of run directories and comparisons, those that have begun."""
     results = [Result(folder) for path in paths for folder in _folders(path)]
-    return [
-        Run(result, label) for result, label in zip(results, _labels(results), strict=True)
-    ]
+    return [Run(result, label) for result, label in zip(results, _labels(results), strict=True)]
 
 
 def _folders(path: Path) -> list[Path]:
@@ -179,6 +177,18 @@ def _folders(path: Path) -> list[Path]:
     if not (path / "config.yaml").is_file():
         raise RunError(f"{path} is neither a run directory nor a comparison")
     return [path]
+
+
+def written(paths: Sequence[Path]) -> dict[str, int]:
+    """How much each run has written so far; changes when there is something new to show."""
+    sizes: dict[str, int] = {}
+    for folder in (folder for path in paths for folder in _folders(path)):
+        ended = [name for name in ("summary.json", FAILED) if (folder / name).is_file()]
+        sizes |= {
+            f"{folder}/{name}": size for name, size in RunDirectory(folder).log_sizes().items()
+        }
+        sizes |= {f"{folder}/{name}": 1 for name in ended}
+    return sizes
 
 
 def planned(paths: Sequence[Path]) -> int:
@@ -199,9 +209,7 @@ def _labels(results: Sequence[Result]) -> list[str]:
     names = dict.fromkeys(key for setting in settings for key in setting)
     differ = [n for n in names if len({repr(setting.get(n)) for setting in settings}) > 1]
     labels = [
-        " · ".join(
-            [r.experiment.algorithm.label(), *(f"{n}={s[n]}" for n in differ if n in s)]
-        )
+        " · ".join([r.experiment.algorithm.label(), *(f"{n}={s[n]}" for n in differ if n in s)])
         for r, s in zip(results, settings, strict=True)
     ]
     seeds = [r.experiment.seed for r in results]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -18,6 +19,7 @@ from perfed.report.tables import FOOTNOTE, HEADER, Row, cells, quantity, rows
 
 GROUND = ("#f6f6f4", "#141518")
 RELOAD_SECONDS = 4
+FIGURES = ("png", "pdf")
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,19 @@ def draw(paths: Sequence[Path]) -> Report:
     curves = gather.series(runs)
     with mpl.rc_context(theme.RC):
         return Report(paths, runs, curves, charts(runs, curves))
+
+
+def watch(paths: Sequence[Path], out: Path) -> Report:
+    """Write the page again whenever there is something new, until the runs are over."""
+    shown = None
+    while True:
+        there = gather.written(paths)
+        if there != shown:
+            report, shown = draw(paths), there
+            report.write(out, watched=True)
+            if report.over:
+                return report
+        time.sleep(RELOAD_SECONDS / 2)
 
 
 def html(report: Report, reload: bool = False) -> str:
@@ -198,7 +213,9 @@ def _tiles(report: Report) -> str:
         tiles.append((quantity(talking[least], "B"), words))
     return (
         '<div class="tiles">'
-        + "".join(f'<div class="tile"><b>{escape(a)}</b><span>{escape(b)}</span></div>' for a, b in tiles)
+        + "".join(
+            f'<div class="tile"><b>{escape(a)}</b><span>{escape(b)}</span></div>' for a, b in tiles
+        )
         + "</div>"
     )
 
@@ -219,7 +236,9 @@ def _summary(report: Report) -> str:
 
 
 def _row(row: Row, number: int) -> str:
-    swatch = f'<i class="swatch" style="background:var(--colour-{number % len(theme.COLOURS)})"></i>'
+    swatch = (
+        f'<i class="swatch" style="background:var(--colour-{number % len(theme.COLOURS)})"></i>'
+    )
     texts = [escape(cell) for cell in cells(row)]
     texts[0] = swatch + texts[0]
     return f"<tr>{''.join(_cell('td', place, text) for place, text in enumerate(texts))}</tr>"
@@ -277,5 +296,3 @@ def _details(title: str, text: str, titles: Sequence[str], total: int) -> str:
         f"<details><summary>{escape(title + which)}</summary>"
         f"<pre><code>{escape(text)}</code></pre></details>"
     )
-
-

@@ -28,9 +28,8 @@ Scalars = dict[str, float]
 def scalars(evaluation: Mapping[str, Any], traffic: Mapping[str, int]) -> Scalars:
     """A round in a few named numbers. Methods can be laid over each other: the model a client
     would use has the same names in all of them."""
-    up, down = ("up_" + "{}", "down_" + "{}")
     told = {
-        f"communication/{what}": float(traffic[up.format(what)] + traffic[down.format(what)])
+        f"communication/{what}": float(traffic[f"up_{what}"] + traffic[f"down_{what}"])
         for what in ("parameters", "bytes")
     }
     if not evaluation:
@@ -133,7 +132,9 @@ class MLflow(Remote):
         note = self._note(directory)
         if not note:
             found = self._client.get_experiment_by_name(experiment.name)
-            group = found.experiment_id if found else self._client.create_experiment(experiment.name)
+            group = (
+                found.experiment_id if found else self._client.create_experiment(experiment.name)
+            )
             note = {
                 "run": self._client.create_run(group, run_name=run_name(experiment)).info.run_id,
                 "rounds": 0,

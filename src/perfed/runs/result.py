@@ -169,6 +169,12 @@ class Result:
 
         return plot_comparison([self], Path(path or self.path / "accuracy.png"))
 
+    def report(self, path: str | Path | None = None) -> Path:
+        """All there is to see of it, as one HTML file."""
+        from perfed.report.page import draw
+
+        return draw([self.path]).write(Path(path or self.path / "report.html"))
+
     def __repr__(self) -> str:
         return f"Result({str(self.path)!r})"
 
