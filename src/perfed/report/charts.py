@@ -152,9 +152,9 @@ def accuracy_by_communication(curves: Sequence[Series]) -> Chart | None:
         for curve in talking
     }
     cheapest = sorted(paid, key=lambda label: paid[label])
-    whom = "all that communicate reach" if len(paid) > 1 else "it reaches"
+    whom = "every method that communicates reaches" if len(paid) > 1 else "is the most reached"
     chart.caption = (
-        f"Further left is cheaper, further up is better. {_percent(goal)}, which {whom}, comes to "
+        f"Further left is cheaper, further up is better. {_percent(goal)} {whom}: "
         + _listed([f"{label} after {quantity(paid[label])} parameters" for label in cheapest])
         + "."
     )
