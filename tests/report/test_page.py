@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -94,7 +95,7 @@ def test_every_chart_is_drawn(
         assert high > 80
         assert marks == sum(map(len, chart.tips.values())), chart.name
         assert text
-        assert caption == chart.caption
+        assert caption.replace("\N{NO-BREAK SPACE}", " ") == chart.caption
     assert tab.ask("document.documentElement.scrollWidth") <= width  # nothing sticks out
     ink = tab.ask("getComputedStyle(document.querySelector('figure text')).fill")
     assert ink == ("rgb(232, 232, 232)" if dark else "rgb(34, 34, 34)")
@@ -132,7 +133,7 @@ def test_pointing_at_a_mark_says_what_it_is(written: Path, tab: Page) -> None:
         said = tab.ask("document.getElementById('tip').innerText")
         assert tab.ask("getComputedStyle(document.getElementById('tip')).display") == "block"
         if chart == "distribution":
-            assert re.match(r"local, seed \d, client \d: [\d.]+ %\n\d+ training samples", said)
+            assert re.match(r".+, seed \d, client \d: [\d.]+ %\n\d+ training samples", said)
         else:
             assert re.match(r"client \d \(mlp.*\), round [34]\n(cluster [AB], chosen|not dr)", said)
             assert text.startswith("grid:")
@@ -166,7 +167,8 @@ def test_watching_ends_with_the_runs_and_the_page_reloads_until_then(
 def test_figures_are_the_same_charts_as_files(
     comparison: perfed.ComparisonResult, tmp_path: Path
 ) -> None:
-    report = page.draw([comparison.path])
+    whole = page.draw([comparison.path])
+    report = replace(whole, charts=[whole.charts[0], whole.charts[-4]])  # a curve, a picture
     starts = {"png": b"\x89PNG", "pdf": b"%PDF"}
     for kind, start in starts.items():
         files = report.write_figures(tmp_path, kind)

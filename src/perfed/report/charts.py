@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TIPS_ON_A_CURVE = 60
+NAMED = 4  # methods in a caption; of more, the chart itself must tell
 PHASES = ("broadcast", "clients", "merge", "evaluate")
 GAIN, LOSS, EVEN = theme.COLOURS[4], theme.COLOURS[6], theme.COLOURS[0]
 
@@ -69,15 +70,17 @@ def accuracy_by_round(curves: Sequence[Series]) -> Chart | None:
     columns = _legend_columns(curves)
     figure, axes = theme.canvas(3.1, legend=_legend_rows(curves, columns))
     chart = Chart("accuracy", "Accuracy by round", figure)
-    for number, curve in enumerate(curves):
+    for curve in curves:
         rounds = np.array(curve.rounds)
         means = [100 * curve.means(round) for round in rounds]
         middle = np.array([mean.mean() for mean in means])
         over_seeds = np.array([mean.std(ddof=1) if len(mean) > 1 else 0 for mean in means])
         if len(curves) == 1:
-            _client_bands(axes, curve, theme.colour(4))
-        _band(axes, rounds + 1, middle - over_seeds, middle + over_seeds, theme.colour(number))
-        _curve(axes, rounds + 1, middle, number, curve.label, len(curves) == 1)
+            _client_bands(axes, curve)
+        _band(
+            axes, rounds + 1, middle - over_seeds, middle + over_seeds, theme.colour(curve.number)
+        )
+        _curve(axes, rounds + 1, middle, curve)
         _tips_on_curve(
             chart,
             axes,
@@ -117,17 +120,21 @@ def accuracy_by_communication(curves: Sequence[Series]) -> Chart | None:
     columns = _legend_columns(curves)
     figure, axes = theme.canvas(3.1, legend=_legend_rows(curves, columns))
     chart = Chart("communication", "Accuracy against communication", figure)
-    for number, curve in enumerate(curves):
+    for curve in curves:
         rounds = curve.rounds
         middle = np.array([100 * curve.mean(round) for round in rounds])
         if curve not in talking:
             axes.axhline(
-                middle[-1], color=theme.colour(number), ls=(0, (1, 2)), lw=1.4, label=curve.label
+                middle[-1],
+                color=theme.colour(curve.number),
+                ls=(0, (1, 2)),
+                lw=1.4,
+                label=curve.label,
             )
             continue
         cost = np.array([curve.cost(round) for round in rounds])
-        _curve(axes, cost, middle, number, curve.label)
-        axes.plot(cost[-1], middle[-1], "o", ms=5, color=theme.colour(number))
+        _curve(axes, cost, middle, curve)
+        axes.plot(cost[-1], middle[-1], "o", ms=5, color=theme.colour(curve.number))
         _tips_on_curve(
             chart,
             axes,
@@ -139,12 +146,8 @@ def accuracy_by_communication(curves: Sequence[Series]) -> Chart | None:
                 for round, value, sent in zip(rounds, middle, cost, strict=True)
             ],
         )
-    axes.set(
-        xlabel="parameters sent so far, both ways (log scale)",
-        ylabel="mean test accuracy (%)",
-        xscale="log",
-    )
-    axes.grid(which="minor", axis="x", alpha=0.35)
+    axes.set(xlabel="parameters sent, both ways (log scale)", ylabel="mean test accuracy (%)")
+    _plain_log(axes)
     theme.legend(figure, axes, columns)
     goal = min(max(map(curve.mean, curve.rounds)) for curve in talking)
     paid = {
@@ -152,10 +155,12 @@ def accuracy_by_communication(curves: Sequence[Series]) -> Chart | None:
         for curve in talking
     }
     cheapest = sorted(paid, key=lambda label: paid[label])
-    whom = "every method that communicates reaches" if len(paid) > 1 else "is the most reached"
+    whom = "Every method that communicates reaches" if len(paid) > 1 else "The highest mean is"
     chart.caption = (
-        f"Further left is cheaper, further up is better. {_percent(goal)} {whom}: "
-        + _listed([f"{label} after {quantity(paid[label])} parameters" for label in cheapest])
+        f"Further left is cheaper, further up is better. {whom} {_percent(goal)}: "
+        + _highest_and_lowest(
+            [(-cost, f"{label} after {quantity(cost)} parameters") for label, cost in paid.items()]
+        )
         + "."
     )
     if len(paid) > 1 and paid[cheapest[-1]] > 1.5 * paid[cheapest[0]]:
@@ -174,11 +179,11 @@ def clients_by_round(curves: Sequence[Series]) -> Chart | None:
     figure, panels = _panels(rows, 1.45, "communication round", "test accuracy (%)")
     chart = Chart("clients", "The clients behind the mean", figure)
     _hide_spare(panels, len(curves))
-    for number, (curve, axes) in enumerate(zip(curves, panels, strict=False)):
+    for curve, axes in zip(curves, panels, strict=False):
         rounds = np.array(curve.rounds)
-        _client_bands(axes, curve, theme.colour(number))
+        _client_bands(axes, curve)
         middle = np.array([100 * curve.mean(round) for round in rounds])
-        _curve(axes, rounds + 1, middle, number, curve.label)
+        _curve(axes, rounds + 1, middle, curve)
         axes.set_title(_short(curve.label))
         _whole_rounds(axes)
         texts = []
@@ -205,7 +210,7 @@ def distribution(curves: Sequence[Series]) -> Chart | None:
     figure, axes = theme.canvas(0.6 + 0.55 * len(curves), left=0.12)
     chart = Chart("distribution", "Where the clients end", figure)
     words = []
-    for number, curve in enumerate(curves):
+    for place, curve in enumerate(reversed(curves)):
         values, texts = [], []
         for run in curve.runs:
             round = max(run.judged)
@@ -216,12 +221,11 @@ def distribution(curves: Sequence[Series]) -> Chart | None:
                         f"{run.title}, client {client}: {100 * accuracy:.1f} %\n"
                         f"{run.train_sizes[client]} training samples"
                     )
-        place = len(curves) - 1 - number
         axes.scatter(
             values,
             place + _jitter(len(values)),
             s=9,
-            color=theme.colour(number),
+            color=theme.colour(curve.number),
             alpha=0.45,
             lw=0,
             gid=chart.tip(texts),
@@ -232,14 +236,17 @@ def distribution(curves: Sequence[Series]) -> Chart | None:
             look = {"color": colour, "lw": width, "solid_capstyle": "butt"}
             axes.plot([first, third], [place, place], **look)
             axes.plot([middle, middle], [place - 0.16, place + 0.16], **look)
-        _name_row(axes, place + 0.36, curve.label)
+        _name_row(axes, place + 0.42, curve.label)
         tenth = float(np.mean(np.sort(values)[: max(1, len(values) // 10)]))
-        words.append(f"{curve.label}: median {middle:.0f} %, worst tenth {tenth:.0f} %")
-    axes.set(xlabel="test accuracy of a client (%)", ylim=(-0.4, len(curves) - 0.4), xlim=(-2, 102))
+        text = f"{curve.label}: median {middle:.0f} %, worst tenth {tenth:.0f} %"
+        words.append((float(middle), text))
+    axes.set(
+        xlabel="test accuracy of a client (%)", ylim=(-0.35, len(curves) - 0.35), xlim=(-2, 102)
+    )
     _without_y(axes)
     chart.caption = (
         "A dot is a client after its last evaluation; the bar spans the middle half, its mark is "
-        f"the median. {_listed(words, '; ')}."
+        f"the median. {_highest_and_lowest(words)}."
     )
     return chart
 
@@ -277,16 +284,17 @@ def gains(curves: Sequence[Series]) -> Chart | None:
             axes.plot([low, high], [mean, mean], color=theme.INK, lw=2, solid_capstyle="butt")
         _plain_log(axes)
         axes.set_title(_short(curve.label))
-        words.append(
+        text = (
             f"{curve.label}: {(gained > 0).sum()} of {len(gained)} clients gain, "
             f"{(gained < 0).sum()} lose; {_points(gained.mean())} points on average, "
             f"{_points(thirds[0][2])} for the third with the fewest samples, "
             f"{_points(thirds[-1][2])} for the third with the most"
         )
+        words.append((float(gained.mean()), text))
     chart.caption = (
         "Each dot is a client: above the line (blue) it does better than with its own local "
         "model, below (vermilion) worse; a bar is the mean of a third of the clients. "
-        f"{'. '.join(words)}."
+        f"{_highest_and_lowest(words, '. ')}."
     )
     return chart
 
@@ -405,7 +413,7 @@ def labels_per_client(runs: Sequence[Run]) -> Chart | None:
     places, labels = np.nonzero(counts[order])
     amounts = counts[order][places, labels]
     across = 72 * (theme.WIDTH - 0.6) / clients  # points that a client has in width
-    largest = min(max(across * 1.5, 5.0), 13.0) ** 2
+    largest = min(max(across * 1.8, 6.0), 13.0) ** 2
     axes.scatter(
         places,
         labels,
@@ -479,13 +487,16 @@ def time_by_phase(runs: Sequence[Run]) -> Chart | None:
     _without_y(axes)
     theme.legend(figure, axes, 4)
     words = [
-        f"{label}: {_seconds(sum(times.values()))} a round, "
-        f"{100 * times['clients'] / max(sum(times.values()), 1e-9):.0f} % of it clients"
+        (
+            sum(times.values()),
+            f"{label}: {_seconds(sum(times.values()))} a round, "
+            f"{100 * times['clients'] / max(sum(times.values()), 1e-9):.0f} % of it clients",
+        )
         for label, times in seconds.items()
     ]
     chart.caption = (
         "Broadcast and merge are the server's work, clients is local training, evaluate judges "
-        f"every client's models. {_listed(words, '; ')}. The machine may have had other "
+        f"every client's models. {_highest_and_lowest(words)}. The machine may have had other "
         "work at the time."
     )
     return chart
@@ -522,17 +533,18 @@ def _hide_spare(panels: Sequence[Axes], used: int) -> None:
             panels[used - 2].tick_params(labelbottom=True)
 
 
-def _curve(axes: Axes, x: Any, y: Any, number: int, label: str, alone: bool = False) -> None:
-    colour = theme.colour(4 if alone else number)
+def _curve(axes: Axes, x: Any, y: Any, curve: Series) -> None:
     marker = "o" if len(x) == 1 else None  # a line of one point is not seen
-    axes.plot(x, y, color=colour, ls=theme.style(number), marker=marker, ms=4, label=label)
+    look = {"color": theme.colour(curve.number), "ls": theme.style(curve.number)}
+    axes.plot(x, y, **look, marker=marker, ms=4, label=curve.label)
 
 
 def _band(axes: Axes, x: Any, low: Any, high: Any, colour: str, alpha: float = 0.18) -> None:
     axes.fill_between(x, low, high, color=colour, alpha=alpha, lw=0)
 
 
-def _client_bands(axes: Axes, curve: Series, colour: str) -> None:
+def _client_bands(axes: Axes, curve: Series) -> None:
+    colour = theme.colour(curve.number)
     rounds = np.array(curve.rounds)
     low, first, third, high = np.array([_quantiles(curve, round) for round in rounds]).T
     _band(axes, rounds + 1, low, high, colour, 0.12)
@@ -575,7 +587,7 @@ def _legend_rows(curves: Sequence[Series], columns: int) -> int:
 def _jitter(count: int) -> np.ndarray:
     """Dots beside each other rather than on each other, the same every time."""
     golden = (np.arange(count) * 0.6180339887) % 1
-    return 0.5 * (golden - 0.5)
+    return 0.42 * (golden - 0.5)
 
 
 def _pairs(curve: Series, local: Series) -> list[tuple[int, float, str]]:
@@ -625,13 +637,15 @@ def _without_y(axes: Axes) -> None:
 
 
 def _plain_log(axes: Axes) -> None:
-    """A log axis of whole numbers: 5, 10, 20, 50, …"""
+    """A log axis of plain numbers: 20, 50, 100 k, 1 M; where it is short, more of them."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axes.set(xscale="log")
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    low, high = axes.get_xlim()
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 50 * low else (1,)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: quantity(value)))
     axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.grid(which="minor", axis="x", alpha=0.35)
 
 
 def _cluster_colour(cluster: int) -> str:
@@ -751,7 +765,13 @@ def _short(label: str, most: int = 24) -> str:
     return label if len(label) <= most else label[: most - 1] + "…"
 
 
-def _listed(words: Sequence[str], separator: str = ", ") -> str:
-    if len(words) < 2 or separator != ", ":
-        return separator.join(words)
-    return f"{', '.join(words[:-1])} and {words[-1]}"
+def _listed(words: Sequence[str]) -> str:
+    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
+
+
+def _highest_and_lowest(words: Sequence[tuple[float, str]], separator: str = "; ") -> str:
+    """Ordered by their values from high to low; of many, the two ends."""
+    texts = [text for _, text in sorted(words, key=lambda word: -word[0])]
+    if len(texts) > NAMED:
+        texts = [*texts[: NAMED // 2], "…", *texts[-NAMED // 2 :]]
+    return separator.join(texts)

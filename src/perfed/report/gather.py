@@ -20,6 +20,8 @@ from perfed.runs.result import Result, part_size
 
 IN_A_NAME = ("name", "about", "seed", "algorithm")  # do not set two runs of a method apart
 
+ALONE = 4  # the colour of a single curve: blue
+
 
 @dataclasses.dataclass(frozen=True)
 class Run:
@@ -116,6 +118,8 @@ class Series:
     label: str
     kind: str
     runs: tuple[Run, ...]
+    number: int
+    """Which colour and style it has, in every chart."""
 
     @property
     def algorithm(self) -> str:
@@ -238,7 +242,11 @@ def series(runs: Sequence[Run]) -> list[Series]:
         for kind in run.kinds:
             label = run.label if len(run.kinds) == 1 else f"{run.label}, {MODEL_NAMES[kind]}"
             grouped.setdefault((label, kind), []).append(run)
-    return [Series(label, kind, tuple(group)) for (label, kind), group in grouped.items()]
+    first = ALONE if len(grouped) == 1 else 0
+    return [
+        Series(label, kind, tuple(group), number)
+        for number, ((label, kind), group) in enumerate(grouped.items(), start=first)
+    ]
 
 
 def first_of_each(runs: Sequence[Run]) -> list[Run]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -83,7 +84,8 @@ def html(report: Report, reload: bool = False) -> str:
 
     title = _title(report)
     with mpl.rc_context(theme.RC):
-        figures = "\n".join(_figure(chart) for chart in report.charts)
+        figures = [_figure(chart) for chart in report.charts]
+    lead, rest = figures[:2], figures[2:]
     reloading = f'<meta http-equiv="refresh" content="{RELOAD_SECONDS}">' if reload else ""
     script = (resources.files("perfed.report") / "page.js").read_text("utf-8")
     return f"""<!DOCTYPE html>
@@ -103,8 +105,11 @@ def html(report: Report, reload: bool = False) -> str:
 {_state(report)}
 {_tiles(report)}
 {_summary(report)}
+<div class="lead">
+{"".join(lead)}
+</div>
 <div class="charts">
-{figures}
+{"".join(rest)}
 </div>
 {_configuration(report)}
 </main>
@@ -225,9 +230,9 @@ def _summary(report: Report) -> str:
     if not begun:
         return '<p class="note">No round has been evaluated yet.</p>'
     table = rows([run.summary() for run in begun])
-    colours = [(curve.runs[0].label, curve.kind) for curve in report.curves]
+    numbers = {(curve.runs[0].label, curve.kind): curve.number for curve in report.curves}
     head = "".join(_cell("th", number, escape(name)) for number, name in enumerate(HEADER))
-    body = "\n".join(_row(row, colours.index((row.algorithm, row.kind))) for row in table)
+    body = "\n".join(_row(row, numbers[row.algorithm, row.kind]) for row in table)
     return (
         f'<section class="card"><h2>Summary</h2><div class="scroll"><table id="summary">'
         f"<thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>"
@@ -236,11 +241,10 @@ def _summary(report: Report) -> str:
 
 
 def _row(row: Row, number: int) -> str:
-    swatch = (
-        f'<i class="swatch" style="background:var(--colour-{number % len(theme.COLOURS)})"></i>'
-    )
+    dashed = "" if theme.style(number) == theme.STYLES[0] else " dashed"
+    colour = f"var(--colour-{number % len(theme.COLOURS)})"
     texts = [escape(cell) for cell in cells(row)]
-    texts[0] = swatch + texts[0]
+    texts[0] = f'<i class="swatch{dashed}" style="--own:{colour}"></i>{texts[0]}'
     return f"<tr>{''.join(_cell('td', place, text) for place, text in enumerate(texts))}</tr>"
 
 
@@ -251,8 +255,13 @@ def _cell(tag: str, place: int, text: str) -> str:
 def _figure(chart: Chart) -> str:
     return (
         f'<figure id="{chart.name}"><h2>{escape(chart.title)}</h2>\n{inline_svg(chart)}\n'
-        f"<figcaption>{escape(chart.caption)}</figcaption></figure>"
+        f"<figcaption>{escape(_unbroken(chart.caption))}</figcaption></figure>"
     )
+
+
+def _unbroken(text: str) -> str:
+    """A number and its unit stay on one line."""
+    return re.sub(r"(?<=\d) (?=[%kMG])", "\N{NO-BREAK SPACE}", text)
 
 
 def _configuration(report: Report) -> str:
