@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -130,12 +131,19 @@ class FakeMlflow:
         self.runs.append({"group": experiment_id, "name": run_name, "params": {}, "points": {}})
         return SimpleNamespace(info=SimpleNamespace(run_id=str(len(self.runs) - 1)))
 
-    def log_param(self, run_id: str, key: str, value: Any) -> None:
-        assert key not in self.runs[int(run_id)]["params"]  # which MLflow refuses
-        self.runs[int(run_id)]["params"][key] = value
+    entities = SimpleNamespace(
+        Param=lambda key, value: (key, value),
+        Metric=lambda key, value, timestamp, step: (key, (step, value)),
+    )
 
-    def log_metric(self, run_id: str, key: str, value: float, step: int) -> None:
-        self.runs[int(run_id)]["points"].setdefault(key, []).append((step, value))
+    def log_batch(
+        self, run_id: str, metrics: Sequence[Any] = (), params: Sequence[Any] = ()
+    ) -> None:
+        run = self.runs[int(run_id)]
+        assert not set(run["params"]) & {key for key, _ in params}  # which MLflow refuses
+        run["params"] |= dict(params)
+        for key, point in metrics:
+            run["points"].setdefault(key, []).append(point)
 
     def set_terminated(self, run_id: str) -> None:
         self.runs[int(run_id)]["over"] = True
@@ -152,7 +160,7 @@ class FakeWandb:
         id = id or f"run{len(self.runs)}"
         if id not in self.runs:
             run = SimpleNamespace(id=id, settings=settings, points={}, over=False)
-            run.log = lambda numbers, step: [
+            run.log = lambda numbers, step, commit: [
                 run.points.setdefault(name, []).append((step, value))
                 for name, value in numbers.items()
             ]
@@ -170,7 +178,7 @@ def test_mlflow_is_told_every_round_once(
     result = interrupted(tmp_path / "run", "mlflow", how, name="trial")
     (run,) = fake.runs
     assert (run["group"], run["name"]) == ("id of trial", "perfed-ckt-c=2-λ=2-seed0")
-    assert run["params"]["training.learning_rate"] == 0.1
+    assert run["params"]["training.learning_rate"] == "0.1"
     points = {name: run["points"][name] for name in truth(result)}
     assert points == truth(result)
     assert run["over"]

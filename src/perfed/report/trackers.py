@@ -8,6 +8,7 @@ directory.
 from __future__ import annotations
 
 import json
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -126,7 +127,8 @@ class MLflow(Remote):
 
     def __init__(self) -> None:
         super().__init__()
-        self._client = needed("mlflow", "mlflow", "--mlflow").MlflowClient()
+        self._mlflow = needed("mlflow", "mlflow", "--mlflow")
+        self._client = self._mlflow.MlflowClient()
 
     def _begin(self, experiment: Experiment, directory: Path) -> tuple[Any, int]:
         note = self._note(directory)
@@ -139,15 +141,19 @@ class MLflow(Remote):
                 "run": self._client.create_run(group, run_name=run_name(experiment)).info.run_id,
                 "rounds": 0,
             }
-            for key, value in flat(experiment.to_mapping()).items():
-                self._client.log_param(note["run"], key, value)
+            settings = flat(experiment.to_mapping()).items()
+            params = [self._mlflow.entities.Param(key, str(value)) for key, value in settings]
+            self._client.log_batch(note["run"], params=params)
             self._write_note(directory, **note)
         return (directory, note["run"]), note["rounds"]
 
     def _tell(self, handle: Any, done: int, numbers: Scalars) -> None:
         directory, run = handle
-        for name, value in numbers.items():
-            self._client.log_metric(run, name, value, step=done)
+        now = int(1000 * time.time())
+        self._client.log_batch(
+            run,
+            metrics=[self._mlflow.entities.Metric(*item, now, done) for item in numbers.items()],
+        )
         self._write_note(directory, run, done)
 
     def _end(self, handle: Any) -> None:
@@ -178,7 +184,7 @@ class WeightsAndBiases(Remote):
 
     def _tell(self, handle: Any, done: int, numbers: Scalars) -> None:
         directory, run = handle
-        run.log(numbers, step=done)
+        run.log(numbers, step=done, commit=True)  # at once: a run may be killed
         self._write_note(directory, run.id, done)
 
     def _end(self, handle: Any) -> None:
