@@ -1,6 +1,8 @@
 """Charts say what the runs say."""
 
+import json
 import re
+import shutil
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -160,3 +162,30 @@ def test_the_same_runs_give_the_same_page(comparison: perfed.ComparisonResult) -
     run = comparison.results[6].path
     one, other = (page.html(page.draw([run])) for _ in range(2))
     assert one == other
+
+
+def test_a_federation_has_what_its_coordinator_knows(
+    comparison: perfed.ComparisonResult, tmp_path: Path
+) -> None:
+    """Of its sites: sizes, but neither labels nor clusters, and nothing of one that never came."""
+    run = tmp_path / "run"
+    shutil.copytree(comparison.results[6].path, run)
+    record = json.loads((run / "partition.json").read_text())
+    sites: list[dict[str, object] | None] = [
+        {"architecture": c["architecture"], "sizes": {p: len(c[p]) for p in ("train", "test")}}
+        for c in record["clients"]
+    ]
+    sites[2] = None
+    (run / "partition.json").write_text(json.dumps({"clients": sites}))
+    for name in ("rounds.jsonl", "clients.jsonl"):
+        lines = [json.loads(line) for line in (run / name).read_text().splitlines()]
+        for line in lines:
+            line.pop("client_state", None)
+            for values in line.get("personal", {}).values():
+                values[2] = None
+        (run / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    charts = {chart.name: chart for chart in page.draw([run]).charts}
+    assert list(charts) == ["accuracy", "communication", "distribution", "time"]
+    (dots,) = charts["distribution"].tips.values()
+    assert len(dots) == 5
+    assert not any("client 2:" in text for text in dots)

@@ -63,6 +63,7 @@ RC = {
     "pdf.fonttype": 42,
 }
 LEGEND_ROW = 0.2  # inches
+LEGEND_WIDTH = 52  # letters
 
 
 def colour(number: int) -> str:
@@ -105,7 +106,10 @@ def legend(figure: Figure, axes: Axes, columns: int) -> None:
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(
         handles,
-        labels,
+        [
+            label if len(label) <= LEGEND_WIDTH else label[: LEGEND_WIDTH - 1] + "…"
+            for label in labels
+        ],
         loc="lower left",
         ncols=columns,
         bbox_to_anchor=(0.02, 0),

@@ -4,7 +4,8 @@
     environment.json versions, machine, device
     partition.json   every client's samples (original numbers), architecture, and the public set;
                      of the sites of a federation, how many samples they have
-    rounds.jsonl     a line per round: who took part, what clients and server note, traffic, summaries
+    rounds.jsonl     a line per round: who took part, what clients and server note, traffic,
+                     summaries
     clients.jsonl    a line per evaluation: every client's numbers
     timing.jsonl     a line per round: seconds by phase
     checkpoint/      the newest complete state, while the run is going on
