@@ -1,5 +1,6 @@
 """PerFed-CKT against the paper's formulas, written out by hand."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -201,3 +202,18 @@ def test_the_first_centroids_come_from_the_initial_set(tmp_path: Path) -> None:
 def test_a_decaying_step_decays() -> None:
     training = tiny(training={"learning_rate": 0.4, "decay": 0.5}).training
     assert [training.learning_rate_at(t) for t in (0, 2, 6)] == pytest.approx([0.4, 0.2, 0.1])
+
+
+def test_what_the_server_says_of_its_centroids_is_logged(tmp_path: Path) -> None:
+    run = perfed.run(tiny(), tmp_path / "run")
+    lines = [json.loads(line) for line in (run.path / "rounds.jsonl").read_text().splitlines()]
+    assert [line["round"] for line in lines] == [-1, 0, 1, 2]
+    for before, line in zip([lines[0], *lines], lines, strict=False):
+        now = np.array(line["server_state"]["centroid_overlap"])
+        earlier = np.array(line["server_state"]["earlier_overlap"])
+        np.testing.assert_allclose(np.diag(now), 1, rtol=1e-5)
+        np.testing.assert_allclose(now, now.T)
+        assert earlier.shape == (len(before["server_state"]["centroid_overlap"]), len(now))
+        assert (earlier <= 1 + 1e-5).all()
+    silent = perfed.run(tiny(algorithm="local"), tmp_path / "local")
+    assert "server_state" not in (silent.path / "rounds.jsonl").read_text()

@@ -222,7 +222,8 @@ class Absent:
     def find_spec(self, name, path=None, target=None):
         allowed = {"torch", "numpy", "sklearn", "scipy", "joblib", "threadpoolctl", "narwhals"}
         blocked = {"yaml", "typer", "click", "rich", "pandas", "matplotlib", "safetensors",
-                   "pydantic", "PIL", "tqdm", "hypothesis", "pytest", "ray"}
+                   "pydantic", "PIL", "tqdm", "hypothesis", "pytest", "ray", "tensorboard",
+                   "pyarrow", "mlflow", "wandb"}
         if name.partition(".")[0] in blocked:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Absent())

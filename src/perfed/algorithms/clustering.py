@@ -79,3 +79,9 @@ def _lloyd(points: np.ndarray, centroids: np.ndarray) -> tuple[float, np.ndarray
 def nearest(centroids: Tensor, own: Tensor) -> Tensor:
     """Index of the centroid nearest to ``own`` in squared ℓ2 (the first, where several are)."""
     return (centroids - own).square().flatten(1).sum(1).argmin()
+
+
+def overlap(some: Tensor, others: Tensor) -> Tensor:
+    """How much of their probability two centroids give to the same classes, on average over the
+    public set: 1 where they say the same, 0 where they have no class in common."""
+    return torch.stack([torch.minimum(one, others).sum(2).mean(1) for one in some])

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, softmax
 
-from perfed.algorithms.clustering import cmeans, nearest
+from perfed.algorithms.clustering import cmeans, nearest, overlap
 from perfed.core.algorithm import (
     Algorithm,
     Client,
@@ -72,6 +73,15 @@ class PerFedCKT(Algorithm):
         student = softmax(model.public(public.x), dim=1)
         disagreement = (teacher[public.index] - student).square().sum(1).mean()
         return loss + self.weight * disagreement
+
+    # For the log: how alike the centroids are, and how like those of the round before.
+    def describe(self, before: Tree, state: Tree) -> dict[str, Any]:
+        now: Tensor = state["centroids"]
+        earlier: Tensor = before["centroids"] if before else now
+        return {
+            "centroid_overlap": overlap(now, now).tolist(),
+            "earlier_overlap": overlap(earlier, now).tolist(),
+        }
 
     def check(self, clients_per_round: int) -> None:
         if self.clusters > clients_per_round:

@@ -10,7 +10,7 @@ import typer
 
 import perfed
 from perfed import bench as timing
-from perfed.cli import catalogue, data, federation, paper, runs
+from perfed.cli import catalogue, data, federation, paper, report, runs
 from perfed.cli.options import DeviceOption, JsonOption
 from perfed.core.errors import PerfedError
 
@@ -22,6 +22,8 @@ app = typer.Typer(
 )
 app.command()(runs.run)
 app.command()(runs.compare)
+app.command()(report.report)
+app.command()(report.export)
 app.command("list")(catalogue.list_)
 app.command()(paper.reproduce)
 app.command()(paper.tune)

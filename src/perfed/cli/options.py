@@ -49,6 +49,11 @@ StoreOption = Annotated[
 CheckpointOption = Annotated[
     float, typer.Option("--checkpoint-seconds", help="A checkpoint at most every so many seconds.")
 ]
+TensorBoardOption = Annotated[
+    bool, typer.Option("--tensorboard", help="Also event files, in the run's tensorboard folder.")
+]
+MlflowOption = Annotated[bool, typer.Option("--mlflow", help="Also tell MLflow.")]
+WandbOption = Annotated[bool, typer.Option("--wandb", help="Also tell Weights & Biases.")]
 ShardOption = Annotated[
     str, typer.Option("--shard", metavar="I/N", help="Only every N-th piece, from the I-th.")
 ]

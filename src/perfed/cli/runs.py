@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,11 +19,14 @@ from perfed.cli.options import (
     EngineOption,
     FileArgument,
     JsonOption,
+    MlflowOption,
     OutOption,
     PrecisionOption,
     SetOption,
     SideBySideOption,
     StoreOption,
+    TensorBoardOption,
+    WandbOption,
     WorkersOption,
     execution,
     parse_algorithm,
@@ -31,7 +35,8 @@ from perfed.cli.options import (
 from perfed.config import Comparison, Experiment, overridden, parse
 from perfed.core.errors import ConfigError, Diverged
 from perfed.engines import Execution
-from perfed.runs import ComparisonResult, Result
+from perfed.report.trackers import trackers
+from perfed.runs import Callback, ComparisonResult, Result
 from perfed.runs.comparison import FILE as COMPARISON_FILE
 from perfed.runs.comparison import resume_comparison
 from perfed.runs.directory import default_path
@@ -51,16 +56,20 @@ def run(
     precision: PrecisionOption = "auto",
     store_limit: StoreOption = None,
     checkpoint_seconds: CheckpointOption = 10.0,
+    tensorboard: TensorBoardOption = False,
+    mlflow: MlflowOption = False,
+    wandb: WandbOption = False,
 ) -> None:
     """Run an experiment; without a FILE, the embedded example (a minute on a laptop)."""
     how = execution(engine, workers, device, precision, store_limit, checkpoint_seconds)
+    tracking = trackers(tensorboard=tensorboard, mlflow=mlflow, wandb=wandb)
     if resume is not None:
         if file or set_ or out:
             raise ConfigError("takes no FILE, --set or --out: the run has its own", "--resume")
-        _execute(None, resume, as_json, how)
+        _execute(None, resume, as_json, how, tracking)
     else:
         what = perfed.load(file, set_ or ())
-        _execute(what, _target(what, out), as_json, how)
+        _execute(what, _target(what, out), as_json, how, tracking)
 
 
 def compare(
@@ -82,6 +91,9 @@ def compare(
     precision: PrecisionOption = "auto",
     store_limit: StoreOption = None,
     checkpoint_seconds: CheckpointOption = 10.0,
+    tensorboard: TensorBoardOption = False,
+    mlflow: MlflowOption = False,
+    wandb: WandbOption = False,
 ) -> None:
     """Run several algorithms with several seeds: one table, mean ± standard deviation."""
     values = overridden(file, set_ or ())
@@ -96,7 +108,8 @@ def compare(
     values.setdefault("algorithms", ["perfed-ckt"])
     what = parse(values)
     how = execution(engine, workers, device, precision, store_limit, checkpoint_seconds)
-    _execute(what, _target(what, out), as_json, how, side_by_side)
+    tracking = trackers(tensorboard=tensorboard, mlflow=mlflow, wandb=wandb)
+    _execute(what, _target(what, out), as_json, how, tracking, side_by_side)
 
 
 def _target(what: Experiment | Comparison, out: Path | None) -> Path:
@@ -109,6 +122,7 @@ def _execute(
     path: Path,
     as_json: bool,
     how: Execution,
+    tracking: Sequence[Callback],
     side_by_side: bool = False,
 ) -> None:
     """Start ``what`` in ``path``, or continue what is there, and print how it ended."""
@@ -116,7 +130,7 @@ def _execute(
     result: Result | ComparisonResult
     try:
         with Display(console) as display:
-            common: dict[str, Any] = {"callbacks": [display], "how": how}
+            common: dict[str, Any] = {"callbacks": [display, *tracking], "how": how}
             if isinstance(what, Comparison):
                 result = perfed.compare(what, path, **common, side_by_side=side_by_side)
             elif what is not None:
@@ -143,4 +157,5 @@ def _print_end(console: Console, result: Result | ComparisonResult, as_json: boo
     for failure in result.failures:
         console.print(failure, soft_wrap=True, highlight=False)
     console.print(f"figure: {result.plot()}", soft_wrap=True, highlight=False)
+    console.print(f"report: {result.report()}", soft_wrap=True, highlight=False)
     console.print(f"run directory: {result.path}", soft_wrap=True, highlight=False)

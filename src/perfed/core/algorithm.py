@@ -8,6 +8,7 @@ client and knowing nothing of where it runs. Only ``client_round`` is required::
     broadcast           server      what it sends to one selected client
     client_round        one client  what the client does with it, and sends back
     merge               server      the new state from what came back
+    describe            server      a few numbers on the new state, for the run directory
     evaluation_message  server      what a client needs to have its models judged
     models              one client  which model(s) of this client are to be judged
 
@@ -218,6 +219,11 @@ class Algorithm(Component):
 
     def merge(self, server: Server, state: Tree, replies: Sequence[Reply]) -> Tree:
         return state
+
+    def describe(self, before: Tree, state: Tree) -> dict[str, Any]:
+        """What a run's log says of a merge beside its traffic: numbers and lists of them, which
+        stay on the server."""
+        return {}
 
     def evaluation_message(self, server: Server, state: Tree, client: ClientInfo) -> Message:
         """What a client must know from the server to have its models judged (not counted)."""

@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from perfed.core.metrics import MODEL_NAMES
+from perfed.report.theme import colour, style
 from perfed.runs.result import Result
 
 if TYPE_CHECKING:
     import pandas as pd
 
-# Okabe and Ito's palette, made to be told apart by colour-blind readers.
-COLOURS = ("#999999", "#000000", "#E69F00", "#56B4E9", "#0072B2", "#009E73", "#D55E00", "#CC79A7")
-STYLES = ("-", "--", ":")
 LEGEND_COLUMNS = 4
 
 
@@ -29,21 +27,25 @@ def plot_comparison(results: Sequence[Result], path: Path) -> Path:
     figure = Figure(figsize=(10, height))
     by_round, by_cost = figure.subplots(1, 2, sharey=True)
     for number, (label, frame) in enumerate(curves.items()):
-        colour = COLOURS[number % len(COLOURS)]
-        style = STYLES[number // len(COLOURS) % len(STYLES)]
+        look = {"color": colour(number), "ls": style(number)}
         grouped = frame.groupby("round")
         mean = 100 * grouped["test_accuracy"].mean()
         deviation = 100 * grouped["test_accuracy"].std(ddof=1).fillna(0)
-        by_round.plot(mean.index + 1, mean, color=colour, ls=style, label=label)
+        by_round.plot(mean.index + 1, mean, **look, label=label)
         by_round.fill_between(
-            mean.index + 1, mean - deviation, mean + deviation, color=colour, alpha=0.15, lw=0
+            mean.index + 1,
+            mean - deviation,
+            mean + deviation,
+            color=look["color"],
+            alpha=0.15,
+            lw=0,
         )
         cost = grouped["parameters"].mean()
         if cost.max() > 0:
-            by_cost.plot(cost, mean, color=colour, ls=style)
-            by_cost.plot(cost.iloc[-1], mean.iloc[-1], "o", color=colour)
+            by_cost.plot(cost, mean, **look)
+            by_cost.plot(cost.iloc[-1], mean.iloc[-1], "o", color=look["color"])
         else:
-            by_cost.axhline(mean.iloc[-1], color=colour, ls=":")
+            by_cost.axhline(mean.iloc[-1], color=look["color"], ls=":")
     by_round.set(xlabel="communication round", ylabel="test accuracy, mean over clients (%)")
     by_cost.set(xlabel="parameters communicated so far", xscale="log")
     by_cost.set_title("dotted: nothing is communicated", fontsize=9, loc="right", color="#666666")

@@ -65,6 +65,12 @@ class ComparisonResult:
 
         return plot_comparison(self.results, Path(path or self.path / "comparison.png"))
 
+    def report(self, path: str | Path | None = None) -> Path:
+        """All there is to see of it, as one HTML file."""
+        from perfed.report.page import draw
+
+        return draw([self.path]).write(Path(path or self.path / "report.html"))
+
 
 def read_comparison(path: Path) -> Comparison:
     if not (path / FILE).is_file():

@@ -44,6 +44,8 @@ class RoundReport:
     """Mean test accuracy, where this round was evaluated."""
     traffic: Traffic
     seconds: float
+    evaluation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """The round's averages by model kind, where it was evaluated."""
 
 
 class Callback:
@@ -84,6 +86,7 @@ class Coordinator(ABC):
         self.changed: set[int] = set()
         """Whose records differ from the newest checkpoint's."""
         self.seconds: dict[str, float] = {}
+        self._described: dict[str, Any] = {}
 
     # What differs with the place of the clients.
 
@@ -152,7 +155,7 @@ class Coordinator(ABC):
         last_saved, wait = time.monotonic(), self._checkpoint_seconds
         if not progress.opened:
             if opening := (yield from self._opening(channel)):
-                directory.append("rounds.jsonl", opening)
+                directory.append("rounds.jsonl", opening | self._server_facts())
             progress.opened = True
             progress.log_sizes = directory.log_sizes()
             if not wait:  # clients elsewhere do not go back to the opening once they have trained
@@ -171,6 +174,7 @@ class Coordinator(ABC):
                     "clients": clients,
                     "learning_rate": experiment.training.learning_rate_at(round),
                     **self._facts(clients),
+                    **self._server_facts(),
                     "traffic": traffic,
                     "traffic_total": vars(channel.total),
                     **({"evaluation": evaluation} if evaluation else {}),
@@ -188,8 +192,9 @@ class Coordinator(ABC):
                     wait = max(wait, (last_saved - began_saving) / CHECKPOINT_SHARE)
             accuracy = headline(evaluation)["test_accuracy"] if evaluation else None
             seconds = time.monotonic() - began
+            report = RoundReport(experiment, round, accuracy, channel.total, seconds, evaluation)
             for callback in self.callbacks:
-                callback.on_round(RoundReport(experiment, round, accuracy, channel.total, seconds))
+                callback.on_round(report)
         return (yield from self._finish(directory, checkpoints))
 
     def _finish(self, directory: RunDirectory, checkpoints: Checkpoints) -> Steps[Result]:
@@ -221,12 +226,19 @@ class Coordinator(ABC):
         }
 
     def _merge(self, round: int, replies: Mapping[int, Message]) -> None:
+        self._described = {}
         if not replies:  # nobody answered: the server knows what it knew
             return
         ordered = [Reply(self._info(client), replies[client]) for client in sorted(replies)]
         server = self._server(round)
+        before = self.progress.state
         with torch_stream(self.experiment.seed, "server-module", round=round):
-            self.progress.state = self.algorithm.merge(server, self.progress.state, ordered)
+            self.progress.state = self.algorithm.merge(server, before, ordered)
+        self._described = self.algorithm.describe(before, self.progress.state)
+
+    def _server_facts(self) -> dict[str, Any]:
+        """What the algorithm says of the newest merge."""
+        return {"server_state": self._described} if self._described else {}
 
     def _everyone(self) -> list[int]:
         return list(range(self.experiment.clients))

@@ -4,12 +4,14 @@
     environment.json versions, machine, device
     partition.json   every client's samples (original numbers), architecture, and the public set;
                      of the sites of a federation, how many samples they have
-    rounds.jsonl     a line per round: who took part, traffic, summaries
+    rounds.jsonl     a line per round: who took part, what clients and server note, traffic,
+                     summaries
     clients.jsonl    a line per evaluation: every client's numbers
     timing.jsonl     a line per round: seconds by phase
     checkpoint/      the newest complete state, while the run is going on
     models/          the final models, safetensors
     summary.json     the end of a finished run
+    report.html      what there is to see of it, made from the rest
 
 Lines are only ever appended, so a run can be read while it goes on. A resume cuts the files back to
 where they were at the checkpoint.

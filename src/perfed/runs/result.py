@@ -150,8 +150,8 @@ class Result:
                 "model": kind,
                 "client": number,
                 "architecture": client["architecture"],
-                "train_size": _size(client, "train"),
-                "test_size": _size(client, "test"),
+                "train_size": part_size(client, "train"),
+                "test_size": part_size(client, "test"),
                 **{name: columns[name][number] for name in names},
             }
             for line in self._directory.lines("clients.jsonl")
@@ -196,6 +196,12 @@ class Result:
 
         return plot_comparison([self], Path(path or self.path / "accuracy.png"))
 
+    def report(self, path: str | Path | None = None) -> Path:
+        """All there is to see of it, as one HTML file."""
+        from perfed.report.page import draw
+
+        return draw([self.path]).write(Path(path or self.path / "report.html"))
+
     def __repr__(self) -> str:
         return f"Result({str(self.path)!r})"
 
@@ -204,7 +210,7 @@ def _total(line: Mapping[str, Any]) -> dict[str, int]:
     return {f"total_{name}": value for name, value in line["traffic_total"].items()}
 
 
-def _size(client: Mapping[str, Any], part: str) -> int:
+def part_size(client: Mapping[str, Any], part: str) -> int:
     """Of a site with data of its own no more is known than how much it has."""
     size: int = client["sizes"][part] if "sizes" in client else len(client[part])
     return size

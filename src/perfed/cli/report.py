@@ -1,0 +1,68 @@
+"""``perfed report`` and ``perfed export``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from perfed.core.errors import ConfigError
+from perfed.report import export as exporting
+from perfed.report import page
+
+RunsArgument = Annotated[
+    list[Path], typer.Argument(metavar="RUN…", help="Run directories or comparisons.")
+]
+
+
+def report(
+    runs: RunsArgument,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="RUN/report.html without it; of several, ./report.html."),
+    ] = None,
+    figures: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--figures",
+            metavar="png|pdf",
+            help="The charts as files too, in a folder beside the page; may be given twice.",
+        ),
+    ] = None,
+    watch: Annotated[
+        bool,
+        typer.Option("--watch", help="Made again as runs go on; the page reloads by itself."),
+    ] = False,
+) -> None:
+    """Charts and tables of runs, finished or not, as one HTML file."""
+    out = out or (runs[0] if len(runs) == 1 else Path()) / "report.html"
+    for kind in figures or ():
+        if kind not in page.FIGURES:
+            raise ConfigError(f"'{kind}' is none of {', '.join(page.FIGURES)}", "--figures")
+    if watch:
+        print(f"report: {out}, made again until the runs are over (Ctrl-C ends)", flush=True)
+        try:
+            drawn = page.watch(runs, out)
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+    else:
+        drawn = page.draw(runs)
+        print(f"report: {drawn.write(out)}")
+    for kind in figures or ():
+        folder = out.with_name(f"{out.stem}-figures")
+        print(f"{len(drawn.write_figures(folder, kind))} figures: {folder}/*.{kind}")
+
+
+def export(
+    runs: RunsArgument,
+    format: Annotated[str, typer.Option("--format", help="csv or parquet")] = "csv",
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="A folder: RUN/export without it; of several, ./export."),
+    ] = None,
+) -> None:
+    """A row per round, and a row per client and round, as files."""
+    folder = out or (runs[0] if len(runs) == 1 else Path()) / "export"
+    for file in exporting.export(runs, folder, format):
+        print(file)

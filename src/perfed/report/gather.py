@@ -1,0 +1,257 @@
+"""Runs as a report sees them: read from their directories, finished or still going on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from perfed.core.errors import RunError
+from perfed.core.metrics import MODEL_NAMES
+from perfed.runs.comparison import FAILED, read_comparison, run_name
+from perfed.runs.comparison import FILE as COMPARISON_FILE
+from perfed.runs.directory import RunDirectory
+from perfed.runs.result import Result, part_size
+
+IN_A_NAME = ("name", "about", "seed", "algorithm")  # do not set two runs of a method apart
+
+ALONE = 4  # the colour of a single curve: blue
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One run directory."""
+
+    result: Result
+    label: str
+    """The algorithm, and whatever else sets the run apart from the others here."""
+
+    @property
+    def seed(self) -> int:
+        return self.result.experiment.seed
+
+    @property
+    def path(self) -> Path:
+        return self.result.path
+
+    @property
+    def title(self) -> str:
+        return f"{self.label}, seed {self.seed}"
+
+    @cached_property
+    def directory(self) -> RunDirectory:
+        return RunDirectory(self.path)
+
+    @cached_property
+    def lines(self) -> list[dict[str, Any]]:
+        """Of the rounds; the first may be that of the initial set S(−1)."""
+        return self.directory.lines("rounds.jsonl")
+
+    @cached_property
+    def rounds(self) -> list[dict[str, Any]]:
+        return [line for line in self.lines if line["round"] >= 0]
+
+    @cached_property
+    def judged(self) -> dict[int, dict[str, Any]]:
+        """Every client's numbers by model kind, after each evaluated round. A round counts when
+        its own line is there too, which is written last."""
+        known = {line["round"] for line in self.rounds}
+        lines = self.directory.lines("clients.jsonl")
+        return {line["round"]: line for line in lines if line["round"] in known}
+
+    @cached_property
+    def evaluated(self) -> dict[int, dict[str, Any]]:
+        """The line of each evaluated round."""
+        return {line["round"]: line for line in self.rounds if "evaluation" in line}
+
+    @cached_property
+    def clients(self) -> list[dict[str, Any] | None]:
+        """What is recorded of each; None for a site that has not joined."""
+        if not (self.path / "partition.json").is_file():
+            return []
+        clients: list[dict[str, Any] | None] = self.directory.read_json("partition.json")["clients"]
+        return clients
+
+    @cached_property
+    def train_sizes(self) -> np.ndarray:
+        return np.array([part_size(c, "train") if c else 0 for c in self.clients])
+
+    @property
+    def kinds(self) -> list[str]:
+        last = list(self.evaluated.values())[-1:]
+        return list(last[0]["evaluation"]) if last else []
+
+    @property
+    def failure(self) -> str:
+        """Why it ended, where it did not end well."""
+        if not (self.path / FAILED).is_file() or self.directory.finished:
+            return ""
+        return str(self.directory.read_json(FAILED)["error"])
+
+    @property
+    def over(self) -> bool:
+        """Nothing more will be written to it."""
+        return self.directory.finished or bool(self.failure)
+
+    def accuracies(self, kind: str, round: int) -> np.ndarray:
+        """Of every client; NaN where a site has not told."""
+        return np.array(self.judged[round][kind]["test_accuracy"], dtype=float)
+
+    def cost(self, round: int, what: str) -> int:
+        """``parameters`` or ``bytes`` sent up to the end of a round."""
+        total = self.evaluated[round]["traffic_total"]
+        return int(total[f"up_{what}"] + total[f"down_{what}"])
+
+    def summary(self) -> dict[str, Any]:
+        return self.result.summary | {"algorithm": self.label}
+
+
+@dataclasses.dataclass(frozen=True)
+class Series:
+    """One curve: a method's model of one kind, over its seeds."""
+
+    label: str
+    kind: str
+    runs: tuple[Run, ...]
+    number: int
+    """Which colour and style it has, in every chart."""
+
+    @property
+    def algorithm(self) -> str:
+        return self.runs[0].result.experiment.algorithm.registered_name
+
+    @property
+    def rounds(self) -> list[int]:
+        """Those that any seed has got to."""
+        return sorted({round for run in self.runs for round in run.evaluated})
+
+    def means(self, round: int) -> np.ndarray:
+        """The mean test accuracy of each seed that has got there."""
+        return np.array(
+            [
+                run.evaluated[round]["evaluation"][self.kind]["test_accuracy"]
+                for run in self.runs
+                if round in run.evaluated
+            ]
+        )
+
+    def mean(self, round: int) -> float:
+        return float(self.means(round).mean())
+
+    def last(self) -> float:
+        """The mean over seeds of the last accuracy of each."""
+        return float(np.mean([self.means_of(run)[-1] for run in self.runs]))
+
+    def worst_tenth(self) -> float:
+        """Of the clients, after the last evaluation: the mean over seeds."""
+        name = "test_accuracy_worst_decile"
+        ends = [list(run.evaluated.values())[-1]["evaluation"][self.kind] for run in self.runs]
+        return float(np.mean([end[name] for end in ends]))
+
+    def means_of(self, run: Run) -> list[float]:
+        kind = self.kind
+        return [line["evaluation"][kind]["test_accuracy"] for line in run.evaluated.values()]
+
+    def cost(self, round: int, what: str = "parameters") -> float:
+        return float(np.mean([r.cost(round, what) for r in self.runs if round in r.evaluated]))
+
+    def pooled(self, round: int) -> np.ndarray:
+        """All clients' accuracies of all seeds."""
+        values = [r.accuracies(self.kind, round) for r in self.runs if round in r.judged]
+        every = np.concatenate(values)
+        kept: np.ndarray = every[~np.isnan(every)]
+        return kept
+
+
+def read(paths: Sequence[Path]) -> list[Run]:
+    """The runs of run directories and comparisons, those that have begun."""
+    results = [Result(folder) for path in paths for folder in _folders(path)]
+    return [Run(result, label) for result, label in zip(results, _labels(results), strict=True)]
+
+
+def _folders(path: Path) -> list[Path]:
+    if (path / COMPARISON_FILE).is_file():
+        names = [run_name(experiment) for experiment in read_comparison(path).experiments()]
+        return [path / name for name in names if (path / name / "config.yaml").is_file()]
+    if not (path / "config.yaml").is_file():
+        raise RunError(f"{path} is neither a run directory nor a comparison")
+    return [path]
+
+
+def written(paths: Sequence[Path]) -> dict[str, int]:
+    """How much each run has written so far; changes when there is something new to show."""
+    sizes: dict[str, int] = {}
+    for folder in (folder for path in paths for folder in _folders(path)):
+        ended = [name for name in ("summary.json", FAILED) if (folder / name).is_file()]
+        sizes |= {
+            f"{folder}/{name}": size for name, size in RunDirectory(folder).log_sizes().items()
+        }
+        sizes |= {f"{folder}/{name}": 1 for name in ended}
+    return sizes
+
+
+def planned(paths: Sequence[Path]) -> int:
+    """How many runs there will be."""
+    return sum(
+        len(read_comparison(path).experiments()) if (path / COMPARISON_FILE).is_file() else 1
+        for path in paths
+    )
+
+
+def _labels(results: Sequence[Result]) -> list[str]:
+    """Algorithms; where runs differ in other settings too, those; and the folder of a run that
+    is there twice."""
+    settings = [
+        flat({k: v for k, v in r.experiment.to_mapping().items() if k not in IN_A_NAME})
+        for r in results
+    ]
+    names = dict.fromkeys(key for setting in settings for key in setting)
+    differ = [n for n in names if len({repr(setting.get(n)) for setting in settings}) > 1]
+    labels = [
+        " · ".join([r.experiment.algorithm.label(), *(f"{n}={s[n]}" for n in differ if n in s)])
+        for r, s in zip(results, settings, strict=True)
+    ]
+    seeds = [r.experiment.seed for r in results]
+    times = Counter(zip(labels, seeds, strict=True))
+    return [
+        label if times[label, seed] == 1 else f"{label} · {result.path.name}"
+        for label, seed, result in zip(labels, seeds, results, strict=True)
+    ]
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted keys."""
+    result: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            result |= flat(value, f"{prefix}{key}.")
+        else:
+            result[f"{prefix}{key}"] = value
+    return result
+
+
+def series(runs: Sequence[Run]) -> list[Series]:
+    """A curve for each label and model kind, of the runs that have an evaluated round."""
+    grouped: dict[tuple[str, str], list[Run]] = {}
+    for run in runs:
+        for kind in run.kinds:
+            label = run.label if len(run.kinds) == 1 else f"{run.label}, {MODEL_NAMES[kind]}"
+            grouped.setdefault((label, kind), []).append(run)
+    first = ALONE if len(grouped) == 1 else 0
+    return [
+        Series(label, kind, tuple(group), number)
+        for number, ((label, kind), group) in enumerate(grouped.items(), start=first)
+    ]
+
+
+def first_of_each(runs: Sequence[Run]) -> list[Run]:
+    """One run of each label: that of the lowest seed."""
+    chosen: dict[str, Run] = {}
+    for run in sorted(runs, key=lambda run: run.seed):
+        chosen.setdefault(run.label, run)
+    return [run for run in runs if run is chosen[run.label]]

@@ -1,0 +1,307 @@
+"""The report: one HTML file that needs nothing else, made from run directories."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+from importlib import resources
+from pathlib import Path
+
+from perfed.config import dump_yaml
+from perfed.core.tensorfile import write_atomically
+from perfed.report import gather, theme
+from perfed.report.charts import Chart, charts
+from perfed.report.gather import Run, Series
+from perfed.report.svg import inline_svg
+from perfed.report.tables import FOOTNOTE, HEADER, Row, cells, quantity, rows
+
+GROUND = ("#f6f6f4", "#141518")
+RELOAD_SECONDS = 4
+FIGURES = ("png", "pdf")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What runs say, drawn once: as a page, and as figures in files."""
+
+    paths: Sequence[Path]
+    runs: Sequence[Run]
+    curves: Sequence[Series]
+    charts: Sequence[Chart]
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more is to come."""
+        return len(self.runs) == gather.planned(self.paths) and all(run.over for run in self.runs)
+
+    def write(self, path: Path, watched: bool = False) -> Path:
+        """The page; one that is watched reloads itself until its runs are over."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, html(self, watched and not self.over).encode())
+        return path
+
+    def write_figures(self, folder: Path, kind: str) -> list[Path]:
+        """Each chart as a PNG or PDF file."""
+        import matplotlib as mpl
+
+        folder.mkdir(parents=True, exist_ok=True)
+        files = []
+        for chart in self.charts:
+            files.append(folder / f"{chart.name}.{kind}")
+            with mpl.rc_context(theme.RC):
+                chart.figure.savefig(files[-1], dpi=200)
+        return files
+
+
+def draw(paths: Sequence[Path]) -> Report:
+    """Of run directories and comparisons, finished or not."""
+    import matplotlib as mpl
+
+    runs = gather.read(paths)
+    curves = gather.series(runs)
+    with mpl.rc_context(theme.RC):
+        return Report(paths, runs, curves, charts(runs, curves))
+
+
+def watch(paths: Sequence[Path], out: Path) -> Report:
+    """Write the page again whenever there is something new, until the runs are over."""
+    shown = None
+    while True:
+        there = gather.written(paths)
+        if there != shown:
+            report, shown = draw(paths), there
+            report.write(out, watched=True)
+            if report.over:
+                return report
+        time.sleep(RELOAD_SECONDS / 2)
+
+
+def html(report: Report, reload: bool = False) -> str:
+    import matplotlib as mpl
+
+    title = _title(report)
+    with mpl.rc_context(theme.RC):
+        figures = [_figure(chart) for chart in report.charts]
+    lead, rest = figures[:2], figures[2:]
+    reloading = f'<meta http-equiv="refresh" content="{RELOAD_SECONDS}">' if reload else ""
+    script = (resources.files("perfed.report") / "page.js").read_text("utf-8")
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+{reloading}
+<link rel="icon" href="data:,">
+<title>{escape(title)}</title>
+<style>{_styles()}</style>
+</head>
+<body>
+<main>
+<h1>{escape(title)}</h1>
+{_about(report)}
+{_state(report)}
+{_tiles(report)}
+{_summary(report)}
+<div class="lead">
+{"".join(lead)}
+</div>
+<div class="charts">
+{"".join(rest)}
+</div>
+{_configuration(report)}
+</main>
+<div id="tip" role="tooltip"></div>
+<script>{script}</script>
+</body>
+</html>
+"""
+
+
+def _styles() -> str:
+    variables = {"--ground": GROUND, **theme.VARIABLES}
+    light, dark = (
+        "".join(f"{name}:{pair[ground]};" for name, pair in variables.items()) for ground in (0, 1)
+    )
+    sheet = (resources.files("perfed.report") / "page.css").read_text("utf-8")
+    return (
+        f":root{{{light}}}\n@media screen and (prefers-color-scheme: dark){{:root{{{dark}}}}}\n"
+        f"{sheet}"
+    )
+
+
+def _title(report: Report) -> str:
+    names = list(dict.fromkeys(run.result.experiment.name for run in report.runs))
+    if not names:
+        return report.paths[0].name
+    what = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+    labels = list(dict.fromkeys(run.label for run in report.runs))
+    return f"{what}: {labels[0]}" if len(labels) == 1 else f"{what}: {len(labels)} methods compared"
+
+
+def _about(report: Report) -> str:
+    if not report.runs:
+        return ""
+    experiment = report.runs[0].result.experiment
+    seeds = sorted({run.seed for run in report.runs})
+    facts = [
+        f"{experiment.clients} clients",
+        f"{experiment.clients_per_round} drawn a round",
+        f"{experiment.rounds} rounds",
+        f"{experiment.data.label()} divided by {experiment.partition.label()}",
+        f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}",
+    ]
+    about = f"<p>{escape(experiment.about)}</p>" if experiment.about else ""
+    return f'{about}<p class="about">{escape(" · ".join(facts))}</p>'
+
+
+def _state(report: Report) -> str:
+    """What is not finished, and what never will be."""
+    boxes = [
+        f'<div class="state failed">{escape(run.title)} has no result: {escape(run.failure)}</div>'
+        for run in report.runs
+        if run.failure
+    ]
+    if not report.over:
+        planned = gather.planned(report.paths)
+        going = [
+            f"{run.title}: round {len(run.rounds)} of {run.result.experiment.rounds}"
+            for run in report.runs
+            if not run.over
+        ]
+        waiting = planned - len(report.runs)
+        words = [f"{sum(run.over for run in report.runs)} of {planned} runs finished", *going]
+        words += [f"{waiting} not begun"] if waiting else []
+        boxes.append(f'<div class="state">Still going on. {escape("; ".join(words))}.</div>')
+    return "\n".join(boxes)
+
+
+def _tiles(report: Report) -> str:
+    """The run in a few numbers."""
+    if not report.curves:
+        return ""
+    best = max(report.curves, key=Series.last)
+    tiles = [
+        (
+            f"{100 * best.last():.1f} %",
+            f"mean test accuracy of {best.label}, the highest at the end"
+            if len(report.curves) > 1
+            else "mean test accuracy over all clients at the end",
+        )
+    ]
+    local = next((curve for curve in report.curves if curve.algorithm == "local"), None)
+    if local and best is not local:
+        tiles.append(
+            (
+                f"{100 * (best.last() - local.last()):+.1f} points",
+                f"is {best.label} above training alone ({100 * local.last():.1f} %)",
+            )
+        )
+    kindest = max(report.curves, key=Series.worst_tenth)
+    tiles.append(
+        (
+            f"{100 * kindest.worst_tenth():.1f} %",
+            "is the mean of the tenth of the clients that fare worst"
+            + (f", with {kindest.label}" if len(report.curves) > 1 else ""),
+        )
+    )
+    sent = {curve.label: curve.cost(curve.rounds[-1], "bytes") for curve in report.curves}
+    talking = {label: cost for label, cost in sent.items() if cost}
+    if talking:
+        least = min(talking, key=lambda label: talking[label])
+        most = max(talking, key=lambda label: talking[label])
+        words = "sent in all, both ways"
+        if len(talking) > 1:
+            words = f"sent by {least}; {quantity(talking[most], 'B')} by {most}"
+        tiles.append((quantity(talking[least], "B"), words))
+    return (
+        '<div class="tiles">'
+        + "".join(
+            f'<div class="tile"><b>{escape(a)}</b><span>{escape(b)}</span></div>' for a, b in tiles
+        )
+        + "</div>"
+    )
+
+
+def _summary(report: Report) -> str:
+    begun = [run for run in report.runs if run.evaluated]
+    if not begun:
+        return '<p class="note">No round has been evaluated yet.</p>'
+    table = rows([run.summary() for run in begun])
+    numbers = {(curve.runs[0].label, curve.kind): curve.number for curve in report.curves}
+    head = "".join(_cell("th", number, escape(name)) for number, name in enumerate(HEADER))
+    body = "\n".join(_row(row, numbers[row.algorithm, row.kind]) for row in table)
+    return (
+        f'<section class="card"><h2>Summary</h2><div class="scroll"><table id="summary">'
+        f"<thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>"
+        f'<p class="note">{escape(FOOTNOTE)}</p></section>'
+    )
+
+
+def _row(row: Row, number: int) -> str:
+    dashed = "" if theme.style(number) == theme.STYLES[0] else " dashed"
+    colour = f"var(--colour-{number % len(theme.COLOURS)})"
+    texts = [escape(cell) for cell in cells(row)]
+    texts[0] = f'<i class="swatch{dashed}" style="--own:{colour}"></i>{texts[0]}'
+    return f"<tr>{''.join(_cell('td', place, text) for place, text in enumerate(texts))}</tr>"
+
+
+def _cell(tag: str, place: int, text: str) -> str:
+    return f'<{tag} class="word">{text}</{tag}>' if place < 2 else f"<{tag}>{text}</{tag}>"
+
+
+def _figure(chart: Chart) -> str:
+    return (
+        f'<figure id="{chart.name}"><h2>{escape(chart.title)}</h2>\n{inline_svg(chart)}\n'
+        f"<figcaption>{escape(_unbroken(chart.caption))}</figcaption></figure>"
+    )
+
+
+def _unbroken(text: str) -> str:
+    """A number and its unit stay on one line."""
+    return re.sub(r"(?<=\d) (?=[%kMG])", "\N{NO-BREAK SPACE}", text)
+
+
+def _configuration(report: Report) -> str:
+    """Where the numbers come from: settings, machine, folders."""
+    algorithms = {run.label: run.result.experiment.to_mapping()["algorithm"] for run in report.runs}
+    sections = [_details("Algorithms", dump_yaml(algorithms), [], 0)]
+    for text, titles in _grouped(report.runs, _settings).items():
+        sections.append(_details("Configuration", text, titles, len(report.runs)))
+    for text, titles in _grouped(report.runs, _machine).items():
+        sections.append(_details("Machine and versions", text, titles, len(report.runs)))
+    folders = "\n".join(f"{run.title}: {run.path}" for run in report.runs)
+    sections.append(_details("Run directories", folders, [], 0))
+    return f'<section class="card" id="configuration">{"".join(sections)}</section>'
+
+
+def _grouped(runs: Sequence[Run], say: Callable[[Run], str]) -> dict[str, list[str]]:
+    """What several runs say alike is said once."""
+    grouped: dict[str, list[str]] = {}
+    for run in runs:
+        if text := say(run):
+            grouped.setdefault(text, []).append(run.title)
+    return grouped
+
+
+def _settings(run: Run) -> str:
+    mapping = run.result.experiment.to_mapping()
+    alone = ("algorithm", "seed")
+    return dump_yaml({key: value for key, value in mapping.items() if key not in alone})
+
+
+def _machine(run: Run) -> str:
+    if not (run.path / "environment.json").is_file():
+        return ""
+    facts = run.directory.read_json("environment.json")
+    return dump_yaml({key: value for key, value in facts.items() if key != "started"})
+
+
+def _details(title: str, text: str, titles: Sequence[str], total: int) -> str:
+    which = f" of {'; '.join(titles)}" if titles and len(titles) < total else ""
+    return (
+        f"<details><summary>{escape(title + which)}</summary>"
+        f"<pre><code>{escape(text)}</code></pre></details>"
+    )

@@ -1,0 +1,191 @@
+"""Charts say what the runs say."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+import perfed
+from perfed.report import gather, page
+from perfed.report.charts import Chart
+from perfed.report.export import frames
+from perfed.report.svg import inline_svg
+from perfed.report.theme import COLOURS, VARIABLES
+from tests.conftest import tiny
+
+
+@pytest.fixture(scope="module")
+def drawn(comparison: perfed.ComparisonResult) -> dict[str, Chart]:
+    return {chart.name: chart for chart in page.draw([comparison.path]).charts}
+
+
+def test_every_chart_is_there(drawn: dict[str, Chart]) -> None:
+    assert list(drawn) == [
+        "accuracy",
+        "communication",
+        "clients",
+        "distribution",
+        "gains",
+        "clusters-1",
+        "centroids-1",
+        "clusters-2",
+        "labels",
+        "time",
+    ]
+
+
+def test_captions_hold_the_numbers_of_the_runs(
+    drawn: dict[str, Chart], comparison: perfed.ComparisonResult
+) -> None:
+    frame = frames(gather.read([comparison.path]))["clients"]
+    last = frame[frame["round"] == 5].set_index(["seed", "client"])
+    ends = {label: group["test_accuracy"] for label, group in last.groupby("algorithm")}
+    for label, accuracies in ends.items():
+        assert f"{label} " in drawn["accuracy"].caption
+        assert f"at {100 * accuracies.mean():.1f} %" in drawn["accuracy"].caption
+        assert f"{label}: median {100 * accuracies.median():.0f} %" in drawn["distribution"].caption
+    for label in ("fedavg", "perfed-ckt (c=2, λ=1)", "hypcluster (c=2)"):
+        gains = (ends[label] - ends["local"]).to_numpy()  # aligned by seed and client
+        said = f"{label}: {(gains > 0).sum()} of 18 clients gain, {(gains < 0).sum()} lose; "
+        assert said + f"{100 * gains.mean():+.1f}".replace("-", "−") in drawn["gains"].caption
+
+
+def test_the_price_of_an_accuracy_is_the_first_round_that_has_it(
+    drawn: dict[str, Chart], comparison: perfed.ComparisonResult
+) -> None:
+    means = {}
+    for label in ("fedavg", "perfed-ckt (c=2, λ=1)", "hypcluster (c=2)"):
+        runs = [r for r in comparison.results if r.experiment.algorithm.label() == label]
+        frames = [r.per_round().set_index("round") for r in runs]
+        accuracy = sum(frame["test_accuracy"] for frame in frames) / 3
+        sent = sum(f["total_up_parameters"] + f["total_down_parameters"] for f in frames) / 3
+        means[label] = (accuracy, sent)
+    goal = min(accuracy.max() for accuracy, _ in means.values())
+    for label, (accuracy, sent) in means.items():
+        price = sent[accuracy >= goal - 1e-12].iloc[0]
+        said = re.search(
+            rf"{re.escape(label)} after ([\d.]+) ([kM]?)", drawn["communication"].caption
+        )
+        assert said is not None
+        factor = {"": 1, "k": 1e3, "M": 1e6}[said[2]]
+        assert float(said[1]) * factor == pytest.approx(price, rel=0.01)
+
+
+def test_marks_and_texts_belong_together(drawn: dict[str, Chart]) -> None:
+    """The dots of a chart stand where their texts say."""
+    axes = drawn["distribution"].figure.axes[0]
+    dots = {group.get_gid(): group.get_offsets() for group in axes.collections}
+    for name, texts in drawn["distribution"].tips.items():
+        said = [float(re.search(r": ([\d.]+) %", text)[1]) for text in texts]  # type: ignore[index]
+        np.testing.assert_allclose(dots[name][:, 0], said, atol=0.051)
+
+
+def test_svg_has_a_mark_for_every_text_and_colours_of_the_page(drawn: dict[str, Chart]) -> None:
+    every_id: list[str] = []
+    for chart in drawn.values():
+        text = inline_svg(chart)
+        root = ElementTree.fromstring(text)
+        tips = [e.get("data-tip") for e in root.iter() if e.get("data-tip")]
+        assert tips == [tip for group in chart.tips.values() for tip in group]
+        assert root.get("aria-label") == chart.title
+        assert "width" not in root.attrib
+        for light, _ in VARIABLES.values():
+            assert light not in text
+        every_id += re.findall(r'\bid="([^"]+)"', text)
+        for target in re.findall(r'(?:href="|url\()#([^")]+)', text):
+            assert target in every_id
+    assert len(set(every_id)) == len(every_id)  # on one page they must not meet
+
+
+def test_a_text_too_many_is_noticed(drawn: dict[str, Chart]) -> None:
+    chart = drawn["accuracy"]
+    name = next(iter(chart.tips))
+    broken = Chart(chart.name, "", chart.figure, tips={name: [*chart.tips[name], "one more"]})
+    with pytest.raises(AssertionError, match="marks and"):
+        inline_svg(broken)
+
+
+def test_dark_and_light_colours_stand_out_from_their_ground() -> None:
+    """Contrast as WCAG counts it: 4.5 for text, 2 for curves (which are labelled besides)."""
+
+    def brightness(colour: str) -> float:
+        parts = np.array([int(colour[n : n + 2], 16) / 255 for n in (1, 3, 5)])
+        linear = np.where(parts <= 0.03928, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
+        return float(linear @ [0.2126, 0.7152, 0.0722])
+
+    for ground in (0, 1):
+        paper = brightness(VARIABLES["--paper"][ground])
+
+        def contrast(name: str, ground: int = ground, paper: float = paper) -> float:
+            low, high = sorted([brightness(VARIABLES[name][ground]), paper])
+            return (high + 0.05) / (low + 0.05)
+
+        assert contrast("--ink") > 7
+        assert contrast("--muted") > 4.5
+        assert min(contrast(f"--colour-{n}") for n in range(len(COLOURS))) > 2
+
+
+def test_one_run_alone_and_before_its_first_round(tmp_path: Path) -> None:
+    names = {}
+
+    class Draw(perfed.Callback):
+        def on_start(self, experiment: object, directory: Path, first_round: int) -> None:
+            names[-1] = [chart.name for chart in page.draw([directory]).charts]
+
+        def on_round(self, report: perfed.runs.RoundReport) -> None:
+            drawn = page.draw([tmp_path / "run"])
+            names[report.round] = [chart.name for chart in drawn.charts]
+            text = page.html(drawn, reload=True)
+            assert f"round {report.round + 1} of 3" in text
+            assert "Still going on" in text
+
+    result = perfed.run(tiny(), tmp_path / "run", callbacks=[Draw()])
+    assert names[-1] == ["labels"]
+    some = ["accuracy", "communication", "distribution", "clusters-1", "centroids-1"]
+    assert names[0] == names[2] == [*some, "labels", "time"]
+    text = result.report().read_text()
+    assert "Still going on" not in text
+    assert "refresh" not in text
+
+
+def test_a_silent_method_alone_has_no_communication_chart(tmp_path: Path) -> None:
+    perfed.run(tiny(algorithm="local", rounds=1), tmp_path / "run")
+    names = [chart.name for chart in page.draw([tmp_path / "run"]).charts]
+    assert names == ["accuracy", "distribution", "labels", "time"]
+
+
+def test_the_same_runs_give_the_same_page(comparison: perfed.ComparisonResult) -> None:
+    run = comparison.results[6].path
+    one, other = (page.html(page.draw([run])) for _ in range(2))
+    assert one == other
+
+
+def test_a_federation_has_what_its_coordinator_knows(
+    comparison: perfed.ComparisonResult, tmp_path: Path
+) -> None:
+    """Of its sites: sizes, but neither labels nor clusters, and nothing of one that never came."""
+    run = tmp_path / "run"
+    shutil.copytree(comparison.results[6].path, run)
+    record = json.loads((run / "partition.json").read_text())
+    sites: list[dict[str, object] | None] = [
+        {"architecture": c["architecture"], "sizes": {p: len(c[p]) for p in ("train", "test")}}
+        for c in record["clients"]
+    ]
+    sites[2] = None
+    (run / "partition.json").write_text(json.dumps({"clients": sites}))
+    for name in ("rounds.jsonl", "clients.jsonl"):
+        lines = [json.loads(line) for line in (run / name).read_text().splitlines()]
+        for line in lines:
+            line.pop("client_state", None)
+            for values in line.get("personal", {}).values():
+                values[2] = None
+        (run / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    charts = {chart.name: chart for chart in page.draw([run]).charts}
+    assert list(charts) == ["accuracy", "communication", "distribution", "time"]
+    (dots,) = charts["distribution"].tips.values()
+    assert len(dots) == 5
+    assert not any("client 2:" in text for text in dots)

@@ -1,0 +1,46 @@
+"""Exported tables are the runs' frames."""
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+import perfed
+from perfed.core.errors import ConfigError, RunError
+from perfed.report.export import export
+from tests.conftest import tiny
+
+READ = {"csv": pd.read_csv, "parquet": pd.read_parquet}
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_what_is_exported_is_what_the_runs_hold(
+    kind: str, comparison: perfed.ComparisonResult, tmp_path: Path
+) -> None:
+    files = export([comparison.path], tmp_path / "out", kind)
+    assert [file.name for file in files] == [f"rounds.{kind}", f"clients.{kind}"]
+    rounds, clients = (READ[kind](file) for file in files)
+    assert (len(rounds), len(clients)) == (12 * 6, 12 * 6 * 6)
+    for result in comparison.results:
+        experiment = result.experiment
+        for table, frame in ((rounds, result.per_round()), (clients, result.per_client())):
+            mine = (table["algorithm"] == experiment.algorithm.label()) & (
+                table["seed"] == experiment.seed
+            )
+            found = table[mine].drop(columns=["algorithm", "seed"]).reset_index(drop=True)
+            pd.testing.assert_frame_equal(found, frame, check_dtype=False)
+    export([comparison.path], tmp_path / "out", kind)  # again, in the same place
+
+
+def test_bad_wishes_leave_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = perfed.run(tiny(rounds=1), tmp_path / "run").path
+    with pytest.raises(ConfigError, match="'xlsx' is none of csv, parquet"):
+        export([run], tmp_path / "out", "xlsx")
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    with pytest.raises(ConfigError, match=r"pyarrow is not installed: pip install 'perfed\[parq"):
+        export([run], tmp_path / "out", "parquet")
+    for name in ("rounds.jsonl", "clients.jsonl", "summary.json"):
+        (run / name).unlink()
+    with pytest.raises(RunError, match="no round has been evaluated yet"):
+        export([run], tmp_path / "out", "csv")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,79 @@
+"""What a report reads is what the runs wrote."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import perfed
+from perfed.core.errors import RunError
+from perfed.report import gather
+from tests.conftest import tiny
+
+
+def test_series_agree_with_the_runs_frames(comparison: perfed.ComparisonResult) -> None:
+    curves = gather.series(gather.read([comparison.path]))
+    assert [curve.label for curve in curves] == [
+        "local",
+        "fedavg",
+        "perfed-ckt (c=2, λ=1)",
+        "hypcluster (c=2)",
+    ]
+    for place, curve in enumerate(curves):
+        results = comparison.results[3 * place : 3 * place + 3]
+        rounds = [r.per_round().set_index("round").loc[4] for r in results]
+        clients = [r.per_client().query("round == 4") for r in results]
+        assert curve.means(4) == pytest.approx([frame["test_accuracy"] for frame in rounds])
+        sent = [row["total_up_bytes"] + row["total_down_bytes"] for row in rounds]
+        assert curve.cost(4, "bytes") == pytest.approx(np.mean(sent))
+        pooled = np.concatenate([frame["test_accuracy"] for frame in clients])
+        assert curve.pooled(4).tolist() == pooled.tolist()
+        last = [r.summary["models"][curve.kind]["last"] for r in results]
+        assert curve.last() == pytest.approx(np.mean([one["test_accuracy"] for one in last]))
+        worst = [one["test_accuracy_worst_decile"] for one in last]
+        assert curve.worst_tenth() == pytest.approx(np.mean(worst))
+
+
+def test_runs_are_told_apart_by_what_differs(tmp_path: Path) -> None:
+    slow = tiny(rounds=1, algorithm="local")
+    fast = tiny(rounds=1, algorithm="local", training={"steps": 4})
+    paths = [perfed.run(e, tmp_path / str(n)).path for n, e in enumerate((slow, fast, fast))]
+    labels = [run.label for run in gather.read(paths[:2])]
+    assert all(label.startswith("local · ") for label in labels)
+    assert "training.steps=2" in labels[0]
+    assert "training.steps=4" in labels[1]
+    assert "rounds" not in labels[0]  # is the same in both
+    twice = [run.label for run in gather.read(paths[1:])]
+    assert twice == ["local · 1", "local · 2"]  # the same experiment: only the folder differs
+
+
+def test_a_run_in_the_making_is_read_as_far_as_it_goes(
+    tmp_path: Path, comparison: perfed.ComparisonResult
+) -> None:
+    path = tmp_path / "comparison"
+    shutil.copytree(comparison.path, path)
+    folders = sorted(folder for folder in path.iterdir() if folder.is_dir())
+    begun, going, failed, *_ = folders
+    for name in ("rounds.jsonl", "clients.jsonl", "timing.jsonl", "summary.json", "partition.json"):
+        (begun / name).unlink()
+    (going / "summary.json").unlink()
+    lines = (going / "rounds.jsonl").read_text().splitlines(keepends=True)
+    (going / "rounds.jsonl").write_text("".join(lines[:3]) + lines[3][:50])  # a line half written
+    (failed / "summary.json").unlink()
+    (failed / "failed.json").write_text(json.dumps({"error": "round 3: not finite"}))
+    shutil.rmtree(folders[-1])
+    runs = {run.path: run for run in gather.read([path])}
+    assert len(runs) == 11
+    assert gather.planned([path]) == 12
+    assert (runs[begun].kinds, runs[begun].clients, runs[begun].over) == ([], [], False)
+    assert set(runs[going].judged) == set(runs[going].evaluated) == {0, 1, 2}
+    assert not runs[going].over
+    assert runs[failed].over
+    assert runs[failed].failure == "round 3: not finite"
+
+
+def test_other_folders_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="neither a run directory nor a comparison"):
+        gather.read([tmp_path])
