@@ -1,7 +1,7 @@
 """What mkdocs does to a page beside rendering it (``hooks`` in mkdocs.yml).
 
 The pages are read on a code host too, where a link such as ``../benchmarks/results`` leads to the
-file. The site has no such file: there the link leads to the repository, if mkdocs.yml names one, and
+file. The site has no such file: there it leads to the repository, if mkdocs.yml names one, and
 is otherwise shown as a path.
 """
 
