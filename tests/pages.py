@@ -1,7 +1,7 @@
 """The code blocks of a Markdown page, and how to run them as a reader would, top to bottom.
 
-``python`` blocks share one namespace, ``sh`` blocks one working directory, and a ``yaml`` block must
-be a configuration. A block whose first line names a file, as ``# mine.yaml``, is written to it.
+``python`` blocks share one namespace, ``sh`` blocks one working directory, and a ``yaml`` block is
+to be a configuration. A block whose first line names a file, as ``# mine.yaml``, is written to it.
 What cannot run here says so before the block, with a reason::
 
     <!-- not run: needs a GPU -->             the whole block
