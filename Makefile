@@ -16,7 +16,8 @@ test: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n 2
 
-# The documentation, as files to read in a browser: build/site/index.html
+# The documentation, for a browser: build/site/index.html. (Browsers allow its search only from a
+# server: python -m http.server -d build/site)
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 

@@ -249,19 +249,18 @@ def draw_objective(experiment: Experiment) -> None:
     private = federation.samples.x[data.train[0]][0]
     label = int(federation.samples.y[data.train[0]])
     parts = [
-        text(16, 34, "What this client minimises", "bold"),
-        text(300, 70, "cross-entropy   +   λ · squared distance", "bold mid"),
-        box(16, 92, 180, 290),
-        text(106, 116, "on its own data", "mid"),
-        digit(62, 136, private, 11),
-        text(106, 252, f"its label is {label}", "mid"),
-        text(106, 292, f"it has {len(data.train)} samples", "small muted mid"),
-        text(106, 312, "to train with", "small muted mid"),
-        box(210, 92, 374, 290),
-        text(397, 116, "on the public set, which has no labels", "mid"),
-        digit(226, 136, federation.samples.public_x[shown][0], 11),
+        text(300, 36, "cross-entropy + λ · squared distance", "bold mid"),
+        box(16, 56, 180, 290),
+        text(106, 80, "on its own data", "mid"),
+        digit(62, 100, private, 11),
+        text(106, 216, f"its label is {label}", "mid"),
+        text(106, 256, f"it has {len(data.train)} samples", "small muted mid"),
+        text(106, 276, "to train with", "small muted mid"),
+        box(210, 56, 374, 290),
+        text(397, 80, "on the public set, which has no labels", "mid"),
+        digit(226, 100, federation.samples.public_x[shown][0], 11),
     ]
-    base, scale = 332, 150
+    base, scale = 296, 150
     for name in range(10):
         x = 336 + 24 * name
         mine, theirs = float(own[shown, name]), float(teacher[shown, name])
@@ -274,14 +273,14 @@ def draw_objective(experiment: Experiment) -> None:
         ]
     parts += [
         f'<path d="M332 {base}H576" class="line"/>',
-        '<rect x="226" y="246" width="12" height="12" class="a"/>',
-        text(244, 257, "it says", "small"),
-        '<rect x="226" y="270" width="12" height="12" class="b"/>',
-        text(244, 281, "its", "small"),
-        text(226, 300, "centroid says", "small"),
-        text(456, 372, "probability of each digit", "small muted mid"),
+        '<rect x="226" y="210" width="12" height="12" class="a"/>',
+        text(244, 221, "it says", "small"),
+        '<rect x="226" y="234" width="12" height="12" class="b"/>',
+        text(244, 245, "its", "small"),
+        text(226, 264, "centroid says", "small"),
+        text(456, 336, "probability of each digit", "small muted mid"),
     ]
-    drawing("idea-objective", "What a client minimises", 398, parts)
+    drawing("idea-objective", "What a client minimises", 362, parts)
     print(f"client {client}, public sample {shown}")
 
 

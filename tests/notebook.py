@@ -21,7 +21,7 @@ import nbformat
 from nbformat.v4 import new_output
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
+import matplotlib.pyplot as plt
 
 
 def execute(notebook: Any) -> None:

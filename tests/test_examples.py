@@ -16,7 +16,7 @@ SAYS = {
     "quickstart": ["perfed-ckt (c=3, λ=1)", "everything is in runs/"],
     "heterogeneous_models": ["mlp(hidden=128)", "cnn(batchnorm=True)", "numbers crossed"],
     "own_dataset_and_model": ["perfed-ckt (c=1, λ=1)"],
-    "own_algorithm": ["SoftNeighbours (λ=1)  LM", "local "],
+    "own_algorithm": ["SoftNeighbours (λ=1)", "local "],
     "compare_and_plot": ["fedavg", "comparison.png", "gains.png", "clients gained"],
 }
 
