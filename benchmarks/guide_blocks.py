@@ -74,16 +74,18 @@ def by_clusters() -> str:
 def _default(field: dataclasses.Field[Any]) -> str:
     value = plain(field.default)
     if dataclasses.is_dataclass(field.default):
-        return "below"
+        return "*below*"
     if isinstance(value, list):
-        return "[" + ", ".join(map(str, value)) + "]"
-    return str(value).lower() if isinstance(value, bool) else str(value) or '""'
+        return "`[" + ", ".join(map(str, value)) + "]`"
+    return (
+        f"`{str(value).lower() if isinstance(value, bool) else value}`" if value != "" else '`""`'
+    )
 
 
 def _row(field: dataclasses.Field[Any]) -> list[str]:
     metadata = field.metadata
     symbol = f"{metadata['symbol']}: " if "symbol" in metadata else ""
-    return [f"`{field.name}`", f"`{_default(field)}`", symbol + metadata["help"].replace("|", "∣")]
+    return [f"`{field.name}`", _default(field), symbol + metadata["help"].replace("|", "∣")]
 
 
 def options(cls: Any) -> str:

@@ -72,7 +72,7 @@ def test_gpus_that_work_and_one_that_does_not(monkeypatch: pytest.MonkeyPatch) -
     report = doctor.examine()
     assert [device["name"] for device in report["devices"]] == ["cpu", "cuda:0, Fast One"]
     assert "cuda:1: CUDA error: out of memory" in report["missing"]
-    assert "fast bf16 on a Hopper GPU: compiler is not installed" in report["missing"]
+    assert "fast kernels for bf16: C compiler is not installed" in report["missing"]
     assert "3.0 GiB of 4.0 GiB free, capability 9.0" in doctor.render(report)
 
 

@@ -40,14 +40,14 @@ def examine() -> dict[str, Any]:
     """All that is looked at, as JSON knows it; ``missing`` says what is not there, and for what."""
     packages = {name: installed(name) for name in (*NEEDED, *COMFORT)}
     devices, device_notes = cuda_devices()
-    kernels = {"triton": installed("triton"), "compiler": compiler()}
+    kernels = {"triton": installed("triton"), "C compiler": compiler()}
     extras = {extra: unmet(names) for extra, names in extras_of("perfed").items()}
     data = stored_sets(cache.default_root())
     missing = [f"{what}: pip install {n}" for n, what in COMFORT.items() if not packages[n]]
     missing += device_notes
-    if devices:
+    if any(device["capability"].startswith("9.") for device in devices):
         missing += [
-            f"fast bf16 on a Hopper GPU: {name} is not installed"
+            f"fast kernels for bf16: {name} is not installed"
             for name, found in kernels.items()
             if not found
         ]
