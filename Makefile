@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 # A stamp per environment: nothing is installed again until what it depends on changes.
 STAMP  := $(VENV)/.installed
 
-.PHONY: run test clean
+.PHONY: run test docs clean
 
 run: $(STAMP)
 	@$(BIN)/perfed run
@@ -15,6 +15,11 @@ test: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n 2
+
+# The documentation, for a browser: build/site/index.html. (Browsers allow its search only from a
+# server: python -m http.server -d build/site)
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -11,6 +11,7 @@ import statistics
 import sys
 
 from committed import ROOT, machine, result
+from guide_blocks import BLOCKS as GUIDE_BLOCKS
 from paper_blocks import BLOCKS as PAPER_BLOCKS
 
 from perfed.bench import render as render_bench
@@ -22,6 +23,9 @@ DOCUMENTS = (
     "docs/engines.md",
     "docs/reproduction.md",
     "docs/federation.md",
+    "docs/index.md",
+    "docs/choosing.md",
+    "docs/options.md",
 )
 
 
@@ -249,6 +253,7 @@ BLOCKS = {
     "batchnorm": batchnorm,
     "tuning": tuning,
     **PAPER_BLOCKS,
+    **GUIDE_BLOCKS,
     "bench-h200": lambda: engines("bench_h200"),
     "bench-cpu": lambda: engines("bench_cpu"),
     "profile": profile,

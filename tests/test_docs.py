@@ -11,39 +11,117 @@ import pytest
 import yaml
 
 import perfed
-from perfed.config import parse
 from perfed.flower import initialise
 from perfed.flower.settings import SiteOptions
+from tests.pages import blocks, play
 
 ROOT = Path(__file__).parents[1]
 
 
-def blocks(file: str, language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", (ROOT / file).read_text("utf-8"), re.S)
+PAGES = ["README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md"))]
+RUN = ("python", "sh", "yaml")
+NOT_RUN = {
+    "README.md": 9,
+    "docs/federation.md": 6,
+    "docs/guide.md": 1,
+    "docs/index.md": 1,
+    "docs/reproduction.md": 2,
+}
+"""Marks in a page that something in it is not run: each has a reason, and they are few."""
 
 
-def test_the_readmes_python_runs(tmp_path: Path) -> None:
-    (code,) = blocks("README.md", "python")
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    assert "perfed-ckt (c=3, λ=1)" in done.stdout
+def code(file: str, language: str) -> list[str]:
+    return [block.code for block in blocks(ROOT / file) if block.language == language]
 
 
-def test_the_readmes_yaml_is_an_experiment(tmp_path: Path) -> None:
-    (text,) = blocks("README.md", "yaml")
-    comparison = parse(yaml.safe_load(text))
-    assert isinstance(comparison, perfed.Comparison)
-    assert len(comparison.experiments()) == 12
+@pytest.mark.parametrize(
+    "file", [f for f in PAGES if {b.language for b in blocks(ROOT / f)} & {*RUN}]
+)
+def test_every_block_of_a_page_runs(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    play(ROOT / file, tmp_path)
+
+
+@pytest.mark.parametrize("file", PAGES)
+def test_what_is_not_run_is_little_and_says_why(file: str) -> None:
+    reasons = [reason for block in blocks(ROOT / file) for reason in block.not_run.values()]
+    assert len(reasons) == NOT_RUN.get(file, 0), reasons
+    assert len(reasons) == (ROOT / file).read_text("utf-8").count("<!-- not run")
+    for block in blocks(ROOT / file):
+        for text in block.not_run:
+            assert text in block.code  # a mark that marks nothing hides something
+
+
+@pytest.mark.parametrize("file", PAGES)
+def test_no_command_hides_in_a_block_without_a_language(file: str) -> None:
+    for block in blocks(ROOT / file):
+        if block.language not in (*RUN, "ini"):
+            assert block.language == ""
+            assert not re.search(r"^\s*(perfed|pip|python|flwr|import) ", block.code, re.M)
+
+
+def test_a_page_is_played_as_a_reader_would(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The player itself: order, one namespace, one folder, files by name, and what is left out."""
+    page = tmp_path / "page.md"
+    page.write_text(PAGE)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    play(page, folder)
+    assert (folder / "inner" / "seen").read_text() == "rounds: 2\n1\n"
+    assert (folder / "named.py").is_file()
+    for wrong in (
+        "```sh\nfalse\ntrue\n```\n",
+        "```python\n1 / 0\n```\n",
+        "```yaml\nroundz: 1\n```\n",
+    ):
+        page.write_text(wrong)
+        with pytest.raises((AssertionError, ZeroDivisionError)):
+            play(page, folder)
+
+
+PAGE = """
+```yaml
+# one.yaml
+rounds: 2
+```
+```python
+number = 1
+```
+```python
+# named.py
+raise SystemError("written, not run")
+```
+```sh
+mkdir inner
+cd inner
+```
+<!-- not run: it would fail -->
+```sh
+false
+```
+<!-- not run (wrong): it would fail -->
+```sh
+tail -n 1 ../one.yaml > seen
+wrong
+```
+```python
+with open("inner/seen", "a") as file:
+    print(number, file=file)
+```
+"""
 
 
 def test_the_algorithm_in_contributing_is_complete_short_and_right(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (code,) = blocks("CONTRIBUTING.md", "python")
-    assert len(code.splitlines()) < 40
-    (tmp_path / "half_way.py").write_text(code)
+    (source,) = code("CONTRIBUTING.md", "python")
+    assert len(source.splitlines()) < 40
+    (tmp_path / "half_way.py").write_text(source)
     command = [sys.executable, "-m", "perfed", "compare", "-a", "local,participation=drawn"]
     command += ["-a", "half_way:HalfWay,distance=0", "-a", "half_way:HalfWay,distance=0.3"]
     command += ["--set", "rounds=3", "--set", "evaluate_every=3", "--out", "out"]
@@ -58,11 +136,7 @@ def test_the_algorithm_in_contributing_is_complete_short_and_right(
 
 @pytest.mark.parametrize(
     "file",
-    [
-        "README.md",
-        "CONTRIBUTING.md",
-        *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md")),
-    ],
+    ["CONTRIBUTING.md", *PAGES],
 )
 def test_links_lead_somewhere(file: str) -> None:
     text = (ROOT / file).read_text("utf-8")
@@ -83,7 +157,7 @@ def test_tables_in_the_documentation_are_what_the_results_say() -> None:
 @pytest.mark.parametrize("tls", [False, True])
 def test_the_guide_starts_a_federation_as_init_says(tls: bool, tmp_path: Path) -> None:
     """What 'perfed federation init' prints and what the guide shows are the same commands."""
-    guide = "\n".join(blocks("docs/federation.md", "sh"))
+    guide = "\n".join(code("docs/federation.md", "sh"))
     _, *commands = initialise.initialise(tmp_path / "trial", 3, tls, [])
     shown = [line for line in commands if not tls or "superlink --disable" in line]
     for command in shown:
@@ -91,10 +165,10 @@ def test_the_guide_starts_a_federation_as_init_says(tls: bool, tmp_path: Path) -
 
 
 def test_the_guides_yaml_and_units_are_what_is_read() -> None:
-    (text,) = blocks("docs/federation.md", "yaml")
+    (text,) = code("docs/federation.md", "yaml")
     written = yaml.safe_load(text)
     assert set(written) <= {field.name for field in fields(SiteOptions)}
-    for unit in blocks("docs/federation.md", "ini"):
+    for unit in code("docs/federation.md", "ini"):
         parser = configparser.ConfigParser(strict=False, interpolation=None)
         parser.read_string(unit)
         assert parser["Service"]["Restart"] == "always"

@@ -10,7 +10,7 @@ import typer
 
 import perfed
 from perfed import bench as timing
-from perfed.cli import catalogue, data, federation, paper, report, runs
+from perfed.cli import catalogue, data, doctor, federation, paper, report, runs
 from perfed.cli.options import DeviceOption, JsonOption
 from perfed.core.errors import PerfedError
 
@@ -27,6 +27,7 @@ app.command()(report.export)
 app.command("list")(catalogue.list_)
 app.command()(paper.reproduce)
 app.command()(paper.tune)
+app.command()(doctor.doctor)
 app.add_typer(data.app, name="data")
 app.add_typer(federation.federation, name="federation")
 app.add_typer(federation.site, name="site")

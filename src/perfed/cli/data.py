@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from perfed.cli import completion
 from perfed.core.errors import ConfigError, DataError, did_you_mean
 from perfed.data import cache
 from perfed.data.cifar import IMAGE_SETS
@@ -19,7 +20,9 @@ app = typer.Typer(help="Fetch sets of images, and see which are there.", no_args
 
 @app.command()
 def get(
-    name: Annotated[str, typer.Argument(help=", ".join(IMAGE_SETS))],
+    name: Annotated[
+        str, typer.Argument(help=", ".join(IMAGE_SETS), autocompletion=completion.image_sets)
+    ],
     origin: Annotated[
         Path | None,
         typer.Option(

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from perfed.cli import completion
 from perfed.config import load_yaml
 from perfed.core.errors import ConfigError
 from perfed.core.schema import from_mapping
@@ -14,7 +15,10 @@ from perfed.engines import Execution
 
 FileArgument = Annotated[
     str | None,
-    typer.Argument(help="A YAML file, or the name of a preset ('perfed list presets')."),
+    typer.Argument(
+        help="A YAML file, or the name of a preset ('perfed list presets').",
+        autocompletion=completion.presets,
+    ),
 ]
 SetOption = Annotated[
     list[str] | None,
@@ -30,6 +34,7 @@ EngineOption = Annotated[
     typer.Option(
         "--engine",
         help="sequential (one client after another), stacked (all as one), ray (so, on workers)",
+        autocompletion=completion.engines,
     ),
 ]
 WorkersOption = Annotated[
@@ -40,7 +45,12 @@ WorkersOption = Annotated[
 ]
 DeviceOption = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, …")]
 PrecisionOption = Annotated[
-    str, typer.Option("--precision", help="float32, tf32 or bf16; auto is float32")
+    str,
+    typer.Option(
+        "--precision",
+        help="float32, tf32 or bf16; auto is float32",
+        autocompletion=completion.precisions,
+    ),
 ]
 StoreOption = Annotated[
     float | None,

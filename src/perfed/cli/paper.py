@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 import perfed
+from perfed.cli import completion
 from perfed.cli.display import Display
 from perfed.cli.options import (
     CheckpointOption,
@@ -50,7 +51,10 @@ if TYPE_CHECKING:
 def reproduce(
     what: Annotated[
         str,
-        typer.Argument(help="table1, table2, figure1, figure2, theorem1, theorem2 or costs"),
+        typer.Argument(
+            help="table1, table2, figure1, figure2, theorem1, theorem2 or costs",
+            autocompletion=completion.results_of_the_paper,
+        ),
     ],
     quick: Annotated[
         bool, typer.Option("--quick", help="Smaller, in minutes on a CPU, without a download.")
@@ -121,7 +125,13 @@ def tune(
     file: FileArgument = None,
     algorithm: Annotated[
         str | None,
-        typer.Option("--algorithm", "-a", metavar="NAME[,KEY=VALUE…]", help="What is tuned."),
+        typer.Option(
+            "--algorithm",
+            "-a",
+            metavar="NAME[,KEY=VALUE…]",
+            help="What is tuned.",
+            autocompletion=completion.algorithms,
+        ),
     ] = None,
     grid: Annotated[
         list[str] | None,

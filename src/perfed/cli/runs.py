@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 import perfed
+from perfed.cli import completion
 from perfed.cli.display import Display, print_table
 from perfed.cli.options import (
     CheckpointOption,
@@ -77,7 +78,11 @@ def compare(
     algorithm: Annotated[
         list[str] | None,
         typer.Option(
-            "--algorithm", "-a", metavar="NAME[,KEY=VALUE…]", help="perfed-ckt,clusters=3,weight=2"
+            "--algorithm",
+            "-a",
+            metavar="NAME[,KEY=VALUE…]",
+            help="perfed-ckt,clusters=3,weight=2",
+            autocompletion=completion.algorithms,
         ),
     ] = None,
     seeds: Annotated[str | None, typer.Option(help="0,1,2 or 0-4")] = None,

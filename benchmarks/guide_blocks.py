@@ -1,0 +1,132 @@
+"""What docs/choosing.md shows of the committed results, and docs/options.md of the definitions."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import sys
+from typing import Any
+
+from committed import machine, result
+from paper_blocks import gain_over_seeds
+
+import perfed
+from perfed.config import preset_names, read_mapping
+from perfed.core.registry import Registry
+from perfed.core.schema import plain
+from perfed.report import layout
+from perfed.report.layout import Table
+from perfed.report.tables import quantity
+
+PERSONAL = "personal"
+
+
+def by_partition() -> str:
+    """Points above local training with one cluster and with three, and whom they harm."""
+    record = result("when_it_helps_digits")
+    rows = []
+    for row in record["rows"]:
+        if row["weight"] != 1 or row["change"]:
+            continue
+        methods = row["methods"]
+        rows.append(
+            [
+                row["partition"],
+                *(gain_over_seeds(methods[m], methods["local"]) for m in ("c=1", "c=3")),
+                *(f"{100 * methods[m]['harmed']:.0f}" for m in ("c=1", "c=3")),
+            ]
+        )
+    header = ("", "c=1", "c=3", "harmed %, c=1", "c=3")
+    note = (
+        "Points above local training, λ = 1, mean ± standard deviation over seeds "
+        f"{record['seeds']}. harmed: clients more than 2 points below their own local model "
+        f"{machine(record['environment'])}."
+    )
+    return layout.markdown([Table("", header, rows, note)])
+
+
+def by_clusters() -> str:
+    """The embedded default, which has three groups, with c = 1 … 4: gain and cost."""
+    record = result("all_algorithms")
+    last = {
+        (run["algorithm"], run["seed"]): run["models"][PERSONAL]["last"]["test_accuracy"]
+        for run in record["runs"]
+        if PERSONAL in run["models"]
+    }
+    rows = []
+    for algorithm in record["config"]["algorithms"]:
+        if algorithm["name"] != "perfed-ckt":
+            continue
+        label = perfed.algorithms.build(algorithm).label()
+        runs = [run for run in record["runs"] if run["algorithm"] == label]
+        gains = [100 * (last[label, r["seed"]] - last["local", r["seed"]]) for r in runs]
+        cost = [r["traffic"]["up_parameters"] + r["traffic"]["down_parameters"] for r in runs]
+        gain = f"{statistics.mean(gains):+.1f} ± {statistics.stdev(gains):.1f}"
+        rows.append([str(algorithm["clusters"]), gain, quantity(statistics.mean(cost))])
+    header = ("c", "points above local training", "parameters")
+    note = f"λ = 1, seeds {record['config']['seeds']} {machine(record['environment'])}."
+    return layout.markdown([Table("", header, rows, note)])
+
+
+# --------------------------------------------------------------------- options
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+    value = plain(field.default)
+    if dataclasses.is_dataclass(field.default):
+        return "*below*"
+    if isinstance(value, list):
+        return "`[" + ", ".join(map(str, value)) + "]`"
+    return (
+        f"`{str(value).lower() if isinstance(value, bool) else value}`" if value != "" else '`""`'
+    )
+
+
+def _row(field: dataclasses.Field[Any]) -> list[str]:
+    metadata = field.metadata
+    symbol = f"{metadata['symbol']}: " if "symbol" in metadata else ""
+    return [f"`{field.name}`", _default(field), symbol + metadata["help"].replace("|", "∣")]
+
+
+def options(cls: Any) -> str:
+    """The keys of one part of a configuration."""
+    rows = [_row(field) for field in dataclasses.fields(cls)]
+    return layout.markdown([Table("", ("key", "default", "meaning"), rows, names=3)])
+
+
+def about(cls: Any) -> str:
+    """The first paragraph of a component's docstring, or the first line of its module's."""
+    words = " ".join((cls.__doc__ or "").split("\n\n")[0].split())
+    if words.startswith(f"{cls.__name__}("):  # what dataclasses write by themselves
+        words = (sys.modules[cls.__module__].__doc__ or "").splitlines()[0]
+    return words.replace("|", "∣")
+
+
+def components(registry: Registry[Any]) -> str:
+    """Everything of one kind, each with its options."""
+    rows = []
+    for name in sorted(registry):
+        rows.append([f"**{name}**", "", about(registry[name])])
+        rows += [_row(field) for field in dataclasses.fields(registry[name])]
+    return layout.markdown([Table("", ("name, key", "default", "meaning"), rows, names=3)])
+
+
+def presets() -> str:
+    rows = [[f"**{name}**", str(read_mapping(name).get("about", ""))] for name in preset_names()]
+    return layout.markdown([Table("", ("preset", "what it is"), rows, names=2)])
+
+
+BLOCKS = {
+    "choosing-partition": by_partition,
+    "choosing-clusters": by_clusters,
+    "options-experiment": lambda: options(perfed.Experiment),
+    "options-training": lambda: options(perfed.Training),
+    "options-split": lambda: options(perfed.Split),
+    "options-models": lambda: options(perfed.Models),
+    "options-execution": lambda: options(perfed.Execution),
+    "options-algorithms": lambda: components(perfed.algorithms),
+    "options-networks": lambda: components(perfed.architectures),
+    "options-datasets": lambda: components(perfed.datasets),
+    "options-partitions": lambda: components(perfed.partitions),
+    "options-presets": presets,
+}

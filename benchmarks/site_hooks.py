@@ -1,0 +1,41 @@
+"""What mkdocs does to a page beside rendering it (``hooks`` in mkdocs.yml).
+
+The pages are read on a code host too, where a link such as ``../benchmarks/results`` leads to the
+file. The site has no such file: there it leads to the repository, if mkdocs.yml names one, and
+is otherwise shown as a path.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from typing import Any
+
+LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)\s#]+)(#[^)\s]*)?\)")
+BRANCH = "main"
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
+    folder = posixpath.dirname(page.file.src_uri)
+    return with_links_out(markdown, folder, config.repo_url or "")
+
+
+def with_links_out(markdown: str, folder: str, repository: str) -> str:
+    """The page (in ``folder``, seen from docs/), with its links out of docs/ rewritten."""
+
+    def rewritten(match: re.Match[str]) -> str:
+        text, target, anchor = match[1], match[2], match[3] or ""
+        path = posixpath.normpath(posixpath.join(folder, target))
+        if "://" in target or not path.startswith("../"):
+            return match[0]
+        path = path.removeprefix("../")
+        if repository:
+            return f"[{text}]({repository.rstrip('/')}/blob/{BRANCH}/{path}{anchor})"
+        return f"`{path}`" if path.endswith(text.strip("`")) else f"{text} (`{path}`)"
+
+    return LINK.sub(rewritten, markdown)
+
+
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """Docstrings name classes as Sphinx does; shown is the name."""
+    return re.sub(r":\w+:<code>~?(?:\w+\.)*(\w+)</code>", r"<code>\1</code>", html)
