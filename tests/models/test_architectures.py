@@ -54,7 +54,7 @@ class WrongWidth(nn.Module):
 
 def test_a_users_own_module_is_checked() -> None:
     own = architectures.build(f"{__name__}:WrongWidth")
-    with pytest.raises(ConfigError, match=r"but the data has 10 classes: it must give \(10,\)"):
+    with pytest.raises(ConfigError, match=r"gives 11 numbers .* data has 10 classes"):
         build_module(own, (1, 8, 8), 10)
     with pytest.raises(ConfigError, match="cannot take"):
         build_module(own, (1, 9, 9), 10)

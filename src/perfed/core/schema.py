@@ -158,10 +158,12 @@ def _coerce_union(choices: tuple[Any, ...], value: Any) -> Any:
 
 
 def _coerce_options(hint: type[Options], value: Any) -> Options:
+    registry = getattr(hint, "registry", None)
     if isinstance(value, hint):
+        if registry is not None:
+            registry.know(type(value))
         return value
     value = hint.expand(value)
-    registry = getattr(hint, "registry", None)
     if registry is not None:
         return typing.cast(Options, registry.build(value))
     return from_mapping(hint, value)
@@ -170,5 +172,6 @@ def _coerce_options(hint: type[Options], value: Any) -> Options:
 def _check_bounds(value: Any, metadata: Mapping[str, Any]) -> None:
     for item in value if isinstance(value, tuple) else (value,):
         for name, (holds, words) in _BOUNDS.items():
-            if name in metadata and item is not None and not holds(item, metadata[name]):
+            number = isinstance(item, int | float)  # or nothing, or another kind of value
+            if name in metadata and number and not holds(item, metadata[name]):
                 raise ConfigError(f"{item!r} is out of range: must be {words} {metadata[name]}")
