@@ -10,7 +10,7 @@ import typer
 
 import perfed
 from perfed import bench as timing
-from perfed.cli import catalogue, data, federation, paper, runs
+from perfed.cli import catalogue, data, federation, own, paper, runs
 from perfed.cli.options import DeviceOption, JsonOption
 from perfed.core.errors import PerfedError
 
@@ -23,6 +23,8 @@ app = typer.Typer(
 app.command()(runs.run)
 app.command()(runs.compare)
 app.command("list")(catalogue.list_)
+app.command()(own.init)
+app.command()(own.explain)
 app.command()(paper.reproduce)
 app.command()(paper.tune)
 app.add_typer(data.app, name="data")

@@ -52,7 +52,10 @@ def run(
     store_limit: StoreOption = None,
     checkpoint_seconds: CheckpointOption = 10.0,
 ) -> None:
-    """Run an experiment; without a FILE, the embedded example (a minute on a laptop)."""
+    """Run an experiment; without a FILE, the embedded example (a minute on a laptop).
+
+    Every key of a FILE is explained by 'perfed explain'; 'perfed init' writes one to start from.
+    """
     how = execution(engine, workers, device, precision, store_limit, checkpoint_seconds)
     if resume is not None:
         if file or set_ or out:

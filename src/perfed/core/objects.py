@@ -23,6 +23,7 @@ from perfed.core.errors import ConfigError, did_you_mean
 
 GIVEN, FILE = "object:", "file:"
 _given: dict[str, Any] = {}
+_places: dict[str, str] = {}
 
 
 def import_object(path: str) -> Any:
@@ -54,7 +55,8 @@ def import_module(name: str) -> ModuleType:
 
 def import_file(path: str) -> ModuleType:
     """The module in a file, loaded once, under a name that cannot be another module's."""
-    name = FILE + os.path.abspath(path)
+    path = os.path.abspath(_places.get(path, path))
+    name = FILE + path
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None  # the name ends in .py
@@ -101,10 +103,16 @@ def give_again(name: str, value: Any) -> None:
     _given[name] = value
 
 
-def elsewhere(path: str) -> str:
-    """``path`` as it is found from another working directory."""
-    module, colon, attribute = path.rpartition(":")
-    return os.path.abspath(module) + colon + attribute if module.endswith(".py") else path
+def whereabouts(path: str) -> tuple[str, str]:
+    """For another process, with a working directory of its own: a file, and where it is."""
+    module = path.rpartition(":")[0]
+    return (module, os.path.abspath(module)) if module.endswith(".py") else ("", "")
+
+
+def tell_whereabouts(file: str, place: str) -> None:
+    """Where a file is that goes by the name it has in another process."""
+    if file:
+        _places[file] = place
 
 
 def _find_given(name: str) -> Any:

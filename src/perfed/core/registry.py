@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Generic, TypeVar
 
 from perfed.core.errors import ConfigError, did_you_mean
-from perfed.core.objects import elsewhere, import_object, import_path
+from perfed.core.objects import import_object, import_path, tell_whereabouts, whereabouts
 from perfed.core.schema import Options, from_mapping, plain
 
 
@@ -36,7 +36,7 @@ class Component(Options):
         if not path:
             return super().__reduce_ex__(protocol)
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return _made_again, (elsewhere(path), values)
+        return _made_again, (path, whereabouts(path), values)
 
     def label(self) -> str:
         """The name, the options that have a symbol, and those that are not the default."""
@@ -53,11 +53,10 @@ class Component(Options):
         return self.registered_name + (f"({','.join(others)})" if others else "")
 
 
-def _made_again(path: str, values: dict[str, Any]) -> Any:
+def _made_again(path: str, file: tuple[str, str], values: dict[str, Any]) -> Any:
+    tell_whereabouts(*file)
     cls = import_object(path)
-    if not vars(cls).get("import_path"):
-        cls.import_path = path
-    return cls(**values)
+    return cls.registry.know(cls, path)(**values)
 
 
 C = TypeVar("C", bound=Component)
@@ -104,11 +103,11 @@ class Registry(Generic[C]):
         options = {key: item for key, item in value.items() if key != "name"}
         return from_mapping(self[value["name"]], options)
 
-    def know(self, cls: Any) -> type[C]:
+    def know(self, cls: Any, path: str = "") -> type[C]:
         """A class given in Python; one that is not perfed's own goes by where it is found."""
         own = cls.__module__.partition(".")[0] != "perfed"
         if own and not vars(cls).get("import_path"):
-            path = import_path(cls)
+            path = path or import_path(cls)
             if path:
                 return self._adopt(path, cls)
             if not vars(cls).get("registered_name"):  # typed into a notebook, or a script

@@ -19,7 +19,15 @@ import torch
 from torch import nn
 
 from perfed.core.errors import ConfigError
-from perfed.core.objects import GIVEN, elsewhere, give, give_again, import_object, path_or_name
+from perfed.core.objects import (
+    GIVEN,
+    give,
+    give_again,
+    import_object,
+    path_or_name,
+    tell_whereabouts,
+    whereabouts,
+)
 from perfed.core.registry import Component, Registry
 from perfed.core.schema import option
 
@@ -225,11 +233,12 @@ class Imported(Architecture):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """To a worker: with the object itself, where it is known by no other name."""
-        known = not self.factory.startswith(GIVEN)
-        return _sent, (elsewhere(self.factory), None if known else import_object(self.factory))
+        value = import_object(self.factory) if self.factory.startswith(GIVEN) else None
+        return _sent, (self.factory, whereabouts(self.factory), value)
 
 
-def _sent(factory: str, value: Any) -> Imported:
+def _sent(factory: str, file: tuple[str, str], value: Any) -> Imported:
+    tell_whereabouts(*file)
     if value is not None:
         give_again(factory, value)
     return Imported(factory=factory)
