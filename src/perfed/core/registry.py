@@ -88,7 +88,8 @@ class Registry(Generic[C]):
             return self._classes[name]
         if ":" in name:
             return self._adopt(name, import_object(name))
-        raise ConfigError(f"unknown {self.kind} '{name}'{did_you_mean(name, self)}", "name")
+        hint = f"{did_you_mean(name, self)}; your own goes by file.py:Name"
+        raise ConfigError(f"unknown {self.kind} '{name}'{hint}", "name")
 
     def build(self, value: Any) -> C:
         """A component from its name or class, or from a mapping with ``name`` and its options."""
@@ -125,7 +126,7 @@ class Registry(Generic[C]):
         if not (isinstance(found, type) and issubclass(found, Component)):
             raise ConfigError(f"'{name}' is not a {self.kind} class", "name")
         if found.registry is not self:
-            raise ConfigError(f"'{name}' is a {found.registry.kind}, not a {self.kind}", "name")
+            raise ConfigError(f"'{name}' is for {found.registry.kind}, not {self.kind}", "name")
         return found  # type: ignore[return-value]
 
 

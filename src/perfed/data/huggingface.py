@@ -50,6 +50,8 @@ class HuggingFace(OwnData):
 
     def read(self, labeled: bool) -> Contents:
         loaded = self._loaded()
+        if labeled:
+            _check_column(loaded, self.target, "target")
         inputs = self._inputs(loaded.features)
         for name in inputs:
             _check_column(loaded, name, "inputs")
@@ -57,7 +59,6 @@ class HuggingFace(OwnData):
         x = checked_samples(x, f"'{', '.join(inputs)}'")
         if not labeled:
             return Contents(x, sizes=sizes)
-        _check_column(loaded, self.target, "target")
         y, names = _labels(loaded, self.target)
         ids = None
         if self.client:

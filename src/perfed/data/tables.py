@@ -224,13 +224,12 @@ def is_number(cell: str) -> bool:
 def numbers(table: Table, name: str) -> np.ndarray:
     """A column as numbers, or an error that says which cell is none."""
     cells = table.columns[name]
-    try:
-        values = np.array(cells, dtype=np.float64)
-    except ValueError:
-        values = np.array([np.nan])
-    if not np.isfinite(values).all():
-        row = next(row for row, cell in enumerate(cells) if not is_number(cell))
-        fault = f"{cells[row]!r} is not a number" if cells[row] else "is empty"
-        hint = "; if the column holds categories, list it under 'categories'" if cells[row] else ""
-        raise DataError(f"{table.cell(row, name)}: {fault}{hint}")
-    return values
+    bad = next((row for row, cell in enumerate(cells) if not is_number(cell)), None)
+    if bad is None:
+        return np.array([float(cell) for cell in cells])
+    if not cells[bad]:
+        raise DataError(f"{table.cell(bad, name)} is empty")
+    raise DataError(
+        f"{table.cell(bad, name)}: {cells[bad]!r} is not a number; "
+        "if the column holds categories, list it under 'categories'"
+    )

@@ -121,11 +121,16 @@ def build_module(architecture: Architecture, shape: Shape, classes: int) -> nn.M
             f"{classes} numbers (logits) for each sample",
             "models",
         )
-    if output.shape != (2, classes):
-        made = _by(output.shape[1:]) if output.shape[:1] == (2,) else "no row for each sample"
+    if output.ndim != 2 or len(output) != 2:
         raise ConfigError(
-            f"'{label}' gives {made} numbers for one sample, but the data has {classes} classes: "
-            f"its last layer must have {classes} outputs",
+            f"'{label}' gives a tensor of shape {tuple(output.shape)} for 2 samples: it must give "
+            f"a row of {classes} numbers (logits) for each",
+            "models",
+        )
+    if output.shape[1] != classes:
+        raise ConfigError(
+            f"'{label}' gives {output.shape[1]} numbers for one sample, but the data has "
+            f"{classes} classes: its last layer must have {classes} outputs",
             "models",
         )
     _check_parameters(label, module)
@@ -146,7 +151,7 @@ def _check_parameters(label: str, module: nn.Module) -> None:
 
 
 def _by(shape: Shape) -> str:
-    return "×".join(map(str, shape)) or "no"
+    return "×".join(map(str, shape))
 
 
 def parameter_count(module: nn.Module) -> int:
