@@ -21,10 +21,10 @@ from perfed.data.own import Contents, OwnData, checked_labels, checked_samples, 
 @datasets.register("torch")
 @dataclass(frozen=True)
 class TorchData(OwnData):
-    """Your own ``torch.utils.data.Dataset``, whose items are x and label; as a public set, x alone
-    will do. It is read once: random transforms are not drawn again for every batch.
+    """Your own ``torch.utils.data.Dataset``, whose items are x and label.
 
-    In Python, give the object itself: ``Experiment(data=mine)``, or ``{"name": "torch", "path":
+    As a public set, x alone will do. It is read once: random transforms are not drawn again for
+    every batch. In Python, give the object itself: ``Experiment(data=mine)``, or ``{"name": "torch", "path":
     mine, "public": 200}``.
     """
 
