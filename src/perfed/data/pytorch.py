@@ -24,8 +24,8 @@ class TorchData(OwnData):
     """Your own ``torch.utils.data.Dataset``, whose items are x and label.
 
     As a public set, x alone will do. It is read once: random transforms are not drawn again for
-    every batch. In Python, give the object itself: ``Experiment(data=mine)``, or ``{"name": "torch", "path":
-    mine, "public": 200}``.
+    every batch. In Python, give the object itself: ``Experiment(data=mine)``, or
+    ``{"name": "torch", "path": mine, "public": 200}``.
     """
 
     path: str | Any = option("", "file.py:Name or package.module:Name of it, or of what makes it")
