@@ -24,7 +24,7 @@ DEFAULT_PRESET = "digits-groups"
 class Training(Options):
     """A client's local training: plain SGD, no momentum, no weight decay."""
 
-    learning_rate: float = option(0.05, "η", gt=0)
+    learning_rate: float = option(0.05, "η: the step size", gt=0)
     decay: float = option(0.0, "round t uses η / (1 + decay·t); 0 keeps η constant", ge=0)
     steps: int = option(10, "τ: SGD steps a round", ge=1)
     batch_size: int = option(32, "b: private samples a step, drawn with replacement", ge=1)

@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from perfed.core.errors import ConfigError
 from perfed.data import Split, build_federation, partitions
-from perfed.data.datasets import Digits, Npz
+from perfed.data.datasets import Digits
 from perfed.data.federation import ClientSplit, split_client
+from perfed.data.files import Npz
 from perfed.data.partition import Partition, move_to_minimum
 
 alphas = st.floats(-3, 3).map(lambda exponent: 10.0**exponent)

@@ -54,7 +54,7 @@ class WrongWidth(nn.Module):
 
 def test_a_users_own_module_is_checked() -> None:
     own = architectures.build(f"{__name__}:WrongWidth")
-    with pytest.raises(ConfigError, match=r"but the data has 10 classes: it must give \(10,\)"):
+    with pytest.raises(ConfigError, match=r"gives 11 numbers .* data has 10 classes"):
         build_module(own, (1, 8, 8), 10)
     with pytest.raises(ConfigError, match="cannot take"):
         build_module(own, (1, 9, 9), 10)
@@ -95,3 +95,127 @@ def test_labels_tell_architectures_apart() -> None:
         for spec in ("mlp", {"name": "mlp", "hidden": [3, 4]}, {"name": "cnn", "batchnorm": True})
     ]
     assert labels == ["mlp", "mlp(hidden=3-4)", "cnn(batchnorm=True)"]
+
+
+class Fixed(nn.Module):
+    """For one shape of data and three classes: it takes no arguments."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+class Lazy(nn.Module):
+    def __init__(self, input_shape: tuple[int, ...], classes: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(), nn.LazyLinear(5), nn.LazyLinear(classes))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def makes_three(input_shape: tuple[int, ...] = (4,), classes: int = 9) -> nn.Module:
+    return nn.Linear(input_shape[0], classes)
+
+
+BUILT = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [f"{__name__}:Fixed", Fixed, Lazy, makes_three, BUILT, f"{__name__}:BUILT", nn.Linear(4, 3)],
+)
+def test_a_users_own_module_in_every_way_it_can_be_given(given: object) -> None:
+    (architecture,) = Models.expand(given)["architectures"]
+    architecture = architectures.build(architecture)
+    build_module(architecture, (4,), 3)
+    weights = initial_weights(architecture, (4,), 3, seed=0)
+    again = initial_weights(architecture, (4,), 3, seed=0)
+    other = initial_weights(architecture, (4,), 3, seed=0, client=1)
+    for name, tensor in weights.params.items():
+        assert torch.equal(tensor, again.params[name])
+    assert any(not torch.equal(t, other.params[n]) for n, t in weights.params.items())
+
+
+def test_a_built_module_starts_as_it_was_built() -> None:
+    weights = initial_weights(architectures.build(BUILT), (4,), 3, seed=7)
+    for name, parameter in BUILT.named_parameters():
+        assert torch.equal(weights.params[name], parameter)
+    assert architectures.build(BUILT) == architectures.build(BUILT)
+    same_form = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+    assert architectures.build(same_form).label() != architectures.build(BUILT).label()
+
+
+class Gives(nn.Module):
+    """Something that is no row of logits for each sample."""
+
+    def __init__(self, what: object) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.what = what
+
+    def forward(self, x: torch.Tensor) -> object:
+        return self.what(self.layer(x)) if callable(self.what) else self.what
+
+
+class NoReset(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(4, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.w
+
+
+def raises(input_shape: tuple[int, ...], classes: int) -> nn.Module:
+    raise RuntimeError("no weights\nfound")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (nn.Linear(4, 5), "gives 5 numbers for one sample, but the data has 3 classes: its last"),
+        (nn.Linear(5, 3), "cannot take samples of shape 4: mat1 and mat2"),
+        (Gives((1, 2)), "gives a tuple: it must give a tensor, 3 numbers"),
+        (Gives(torch.sum), "gives a tensor of shape () for 2 samples: it must give a row of 3"),
+        (Gives(lambda z: z[:, 0]), "gives a tensor of shape (2,) for 2 samples"),
+        (Gives(lambda z: z.missing), "cannot take samples of shape 4: 'Tensor' object has no"),
+        (nn.Identity(), "gives 4 numbers"),
+        (raises, "raises(input_shape=(4,), classes=3) failed: RuntimeError: no weights"),
+        (lambda shape, classes: 3, "made a int, not an nn.Module"),
+        (nn.Linear(4, 3).requires_grad_(False), "has frozen parameters ('weight')"),
+        (f"{__name__}:__name__", "is neither an nn.Module nor makes one"),
+    ],
+)
+def test_a_module_that_does_not_fit_is_one_line(given: object, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_module(architectures.build(given), (4,), 3)
+    assert message in str(caught.value)
+    assert str(caught.value).startswith("models: ")
+
+
+def test_a_built_module_that_cannot_be_drawn_anew_says_so() -> None:
+    architecture = architectures.build(NoReset())
+    initial_weights(architecture, (4,), 3, seed=0)
+    with pytest.raises(ConfigError, match=r"no reset_parameters\(\) .* give its class instead"):
+        initial_weights(architecture, (4,), 3, seed=0, number=1)
+
+
+def test_shares_are_kept_to_the_client() -> None:
+    models = Models(architectures=("mlp", "cnn", "vgg11"), assign="shares", shares=(0.5, 0.3, 0.2))
+    for clients in range(1, 40):
+        dealt = [a.registered_name for a in models.deal(np.ones(clients), clients)]
+        for name, share in zip(("mlp", "cnn", "vgg11"), (0.5, 0.3, 0.2), strict=True):
+            assert abs(dealt.count(name) - share * clients) < 1
+    one, other = ([a.label() for a in models.deal(np.ones(20), seed)] for seed in (0, 1))
+    assert one != other
+    for wrong, message in (
+        ({"shares": (0.5, 0.5)}, "given, but assign is not 'shares'"),
+        ({"assign": "shares", "shares": (0.5,)}, "1 for 2 architectures: must be one for each"),
+        ({"assign": "shares", "shares": (0.5, 0.6)}, "sum to 1.1: must sum to 1"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            Models(architectures=("mlp", "cnn"), **wrong)

@@ -10,7 +10,7 @@ import typer
 
 import perfed
 from perfed import bench as timing
-from perfed.cli import catalogue, data, doctor, federation, paper, report, runs
+from perfed.cli import catalogue, data, doctor, federation, own, paper, report, runs
 from perfed.cli.options import DeviceOption, JsonOption
 from perfed.core.errors import PerfedError
 
@@ -25,6 +25,8 @@ app.command()(runs.compare)
 app.command()(report.report)
 app.command()(report.export)
 app.command("list")(catalogue.list_)
+app.command()(own.init)
+app.command()(own.explain)
 app.command()(paper.reproduce)
 app.command()(paper.tune)
 app.command()(doctor.doctor)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 import typer
@@ -13,12 +13,22 @@ from rich.table import Table
 import perfed
 from perfed.config import preset_names, read_mapping
 from perfed.core.errors import ConfigError
-from perfed.core.registry import Registry
+from perfed.core.objects import import_module, import_object
+from perfed.core.registry import Component, Registry
+from perfed.explain import about, meaning, shown_default
 
 
 def list_(
     kind: Annotated[
         str | None, typer.Argument(help="algorithms, models, datasets, partitions or presets")
+    ] = None,
+    with_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--with",
+            metavar="PATH",
+            help="Your own beside them: file.py, package.module, or one thing in it, file.py:Name.",
+        ),
     ] = None,
 ) -> None:
     """What there is to choose from, with every option and its default."""
@@ -31,30 +41,51 @@ def list_(
     known = [*registries, "presets"]
     if kind is not None and kind not in known:
         raise ConfigError(f"'{kind}' is none of {', '.join(known)}", "list")
+    shown = {title: {name: all_[name] for name in all_} for title, all_ in registries.items()}
+    for name, cls in _own(with_ or ()):
+        title = next(title for title, all_ in registries.items() if all_ is cls.registry)
+        shown[title] = {n: c for n, c in shown[title].items() if c is not cls} | {name: cls}
     console = Console()
     for title in [kind] if kind else known:
         if title == "presets":
             _print_presets(console)
         else:
-            _print_registry(console, title, registries[title])
+            _print_components(console, title, shown[title])
 
 
-def _print_registry(console: Console, title: str, registry: Registry[Any]) -> None:
+def _own(paths: Iterable[str]) -> Iterable[tuple[str, type[Component]]]:
+    """What a user's files define, under the name a configuration would use."""
+    for path in paths:
+        if ":" in path:
+            found = {path: import_object(path)}
+        else:
+            module = import_module(path)
+            found = {
+                f"{path}:{n}": value for n, value in vars(module).items() if _is_own(value, module)
+            }
+        components = {name: cls for name, cls in found.items() if _is_component(cls)}
+        if not components:
+            what = "algorithm, dataset, partition or architecture"
+            raise ConfigError(f"'{path}' defines no {what}", "--with")
+        yield from components.items()
+
+
+def _is_own(value: Any, module: Any) -> bool:
+    return bool(getattr(value, "__module__", "") == module.__name__)
+
+
+def _is_component(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, Component) and hasattr(value, "registry")
+
+
+def _print_components(console: Console, title: str, components: dict[str, type[Component]]) -> None:
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     for column in ("name", "option", "default", "meaning"):
         table.add_column(column, style="bold" if column == "name" else None)
-    for name in sorted(registry):
-        cls = registry[name]
-        about = " ".join((cls.__doc__ or "").split("\n\n")[0].replace("``", "'").split())
-        if about.startswith(f"{cls.__name__}("):  # what dataclasses write by themselves
-            about = sys.modules[cls.__module__].__doc__ or ""
-            about = about.splitlines()[0]
-        table.add_row(name, "", "", about)
-        for field in dataclasses.fields(cls):
-            default = ", ".join(map(str, d)) if isinstance(d := field.default, tuple) else str(d)
-            symbol = field.metadata.get("symbol", "")
-            meaning = f"{symbol}: {field.metadata['help']}" if symbol else field.metadata["help"]
-            table.add_row("", field.name, default, meaning)
+    for name in sorted(components):
+        table.add_row(name, "", "", about(components[name]))
+        for field in dataclasses.fields(components[name]):
+            table.add_row("", field.name, shown_default(field), meaning(field))
     console.print(table)
     console.print()
 

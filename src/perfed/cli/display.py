@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from rich.table import Table
 from perfed.config import Experiment
 from perfed.report.tables import FOOTNOTE, HEADER, cells, quantity, rows, summary_table
 from perfed.runs import Callback, RoundReport
+from perfed.runs.directory import RunDirectory
 
 
 class Display(Callback):
@@ -33,6 +34,7 @@ class Display(Callback):
             )
         self._began: dict[str, tuple[float, int]] = {}
         self._tasks: dict[str, TaskID] = {}
+        self._told_networks = False
 
     def __enter__(self) -> Display:
         if self._bars:
@@ -44,6 +46,7 @@ class Display(Callback):
             self._bars.stop()
 
     def on_start(self, experiment: Experiment, directory: Path, first_round: int) -> None:
+        self._tell_networks(directory)
         name = _run_title(experiment)
         self._began[name] = (time.monotonic(), first_round)
         if self._bars:
@@ -65,6 +68,39 @@ class Display(Callback):
             self._console.print(
                 f"{name}: round {done}/{total}  {facts}  {left}", soft_wrap=True, highlight=False
             )
+
+    def _tell_networks(self, directory: Path) -> None:
+        """Which clients have which network; of several runs, those of the first."""
+        partition = RunDirectory(directory).read_json("partition.json")
+        if self._told_networks or "architectures" not in partition:
+            return
+        self._told_networks = True
+        for line in networks_table(partition):
+            self._console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+
+def networks_table(partition: Mapping[str, Any]) -> list[str]:
+    """A line for each architecture: how large it is, how many clients have it, and which."""
+    networks = partition["architectures"]
+    width = max(len("network"), *map(len, networks))
+    lines = [f"{'network':<{width}}  {'parameters':>10}  clients"]
+    for label, facts in sorted(networks.items(), key=lambda item: item[1]["parameters"]):
+        who = [n for n, c in enumerate(partition["clients"]) if c["architecture"] == label]
+        size = f"{facts['parameters']:>10,}"
+        lines.append(f"{label:<{width}}  {size}  {facts['clients']:>7}  ({ranges(who)})")
+    return lines
+
+
+def ranges(numbers: Sequence[int], longest: int = 60) -> str:
+    """``0-3, 7, 9-11``, cut where it gets long."""
+    pieces: list[list[int]] = []
+    for number in numbers:
+        if pieces and pieces[-1][-1] == number - 1:
+            pieces[-1].append(number)
+        else:
+            pieces.append([number])
+    text = ", ".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in pieces)
+    return text if len(text) <= longest else text[:longest].rpartition(",")[0] + ", …"
 
 
 def _run_title(experiment: Experiment) -> str:

@@ -61,7 +61,10 @@ def run(
     mlflow: MlflowOption = False,
     wandb: WandbOption = False,
 ) -> None:
-    """Run an experiment; without a FILE, the embedded example (a minute on a laptop)."""
+    """Run an experiment; without a FILE, the embedded example (a minute on a laptop).
+
+    Every key of a FILE is explained by 'perfed explain'; 'perfed init' writes one to start from.
+    """
     how = execution(engine, workers, device, precision, store_limit, checkpoint_seconds)
     tracking = trackers(tensorboard=tensorboard, mlflow=mlflow, wandb=wandb)
     if resume is not None:

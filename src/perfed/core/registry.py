@@ -13,24 +13,30 @@ by file (``folder/my_file.py:MyMethod``).
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import importlib.util
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from types import ModuleType
 from typing import Any, ClassVar, Generic, TypeVar
 
 from perfed.core.errors import ConfigError, did_you_mean
+from perfed.core.objects import import_object, import_path, tell_whereabouts, whereabouts
 from perfed.core.schema import Options, from_mapping, plain
 
 
 class Component(Options):
     """Options that go by a name."""
 
+    registry: ClassVar[Registry[Any]]
     registered_name: ClassVar[str] = ""
     import_path: ClassVar[str] = ""
-    """Where it was found, if by import path; a saved configuration then names it so."""
+    """Where it is found, if it is not perfed's own; a saved configuration then names it so."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled by where it is found: a file is no module that another process could import."""
+        path = vars(type(self)).get("import_path")
+        if not path:
+            return super().__reduce_ex__(protocol)
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return _made_again, (path, whereabouts(path), values)
 
     def label(self) -> str:
         """The name, the options that have a symbol, and those that are not the default."""
@@ -47,6 +53,12 @@ class Component(Options):
         return self.registered_name + (f"({','.join(others)})" if others else "")
 
 
+def _made_again(path: str, file: tuple[str, str], values: dict[str, Any]) -> Any:
+    tell_whereabouts(*file)
+    cls = import_object(path)
+    return cls.registry.know(cls, path)(**values)
+
+
 C = TypeVar("C", bound=Component)
 
 
@@ -59,9 +71,10 @@ class Registry(Generic[C]):
 
     def register(self, name: str) -> Callable[[type[C]], type[C]]:
         def add(cls: type[C]) -> type[C]:
-            if name in self._classes:
+            if name in self._classes and not _same(cls, self._classes[name]):
                 raise ValueError(f"{self.kind} '{name}' is registered already")
             cls.registered_name = name
+            cls.import_path = vars(cls).get("import_path", "")  # never that of a class it extends
             self._classes[name] = cls
             return cls
 
@@ -75,10 +88,13 @@ class Registry(Generic[C]):
             return self._classes[name]
         if ":" in name:
             return self._adopt(name, import_object(name))
-        raise ConfigError(f"unknown {self.kind} '{name}'{did_you_mean(name, self)}", "name")
+        hint = f"{did_you_mean(name, self)}; your own goes by file.py:Name"
+        raise ConfigError(f"unknown {self.kind} '{name}'{hint}", "name")
 
     def build(self, value: Any) -> C:
-        """A component from its name, or from a mapping with ``name`` and its options."""
+        """A component from its name or class, or from a mapping with ``name`` and its options."""
+        if isinstance(value, type):
+            return self.know(value)()
         if isinstance(value, str):
             value = {"name": value}
         if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
@@ -88,45 +104,35 @@ class Registry(Generic[C]):
         options = {key: item for key, item in value.items() if key != "name"}
         return from_mapping(self[value["name"]], options)
 
+    def know(self, cls: Any, path: str = "") -> type[C]:
+        """A class given in Python; one that is not perfed's own goes by where it is found."""
+        own = cls.__module__.partition(".")[0] != "perfed"
+        if own and not vars(cls).get("import_path"):
+            path = path or import_path(cls)
+            if path:
+                return self._adopt(path, cls)
+            if not vars(cls).get("registered_name"):  # typed into a notebook, or a script
+                return self.register(cls.__name__)(self._checked(cls.__name__, cls))
+        return self._checked(cls.__name__, cls)
+
     def _adopt(self, path: str, found: Any) -> type[C]:
         """A class found by import path, which it keeps, so that a run can resume."""
+        cls = self._checked(path, found)
+        cls.import_path = path
+        cls.registered_name = vars(cls).get("registered_name") or cls.__name__
+        return cls
+
+    def _checked(self, name: str, found: Any) -> type[C]:
         if not (isinstance(found, type) and issubclass(found, Component)):
-            raise ConfigError(f"'{path}' is not a {self.kind} class", "name")
-        found.import_path = path
-        found.registered_name = found.registered_name or found.__name__
+            raise ConfigError(f"'{name}' is not a {self.kind} class", "name")
+        if found.registry is not self:
+            raise ConfigError(f"'{name}' is for {found.registry.kind}, not {self.kind}", "name")
         return found  # type: ignore[return-value]
 
 
-def import_object(path: str) -> Any:
-    """The object at ``module:attribute`` or ``file.py:attribute``."""
-    module_name, _, attribute = path.rpartition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        from_file = module_name.endswith(".py")
-        module = import_file(module_name) if from_file else importlib.import_module(module_name)
-    except (ImportError, ValueError, TypeError, SyntaxError, OSError) as error:
-        raise ConfigError(f"cannot import '{module_name}': {error}", "name") from None
-    try:
-        return getattr(module, attribute)
-    except AttributeError:
-        known = [name for name in vars(module) if not name.startswith("_")]
-        hint = did_you_mean(attribute, known)
-        raise ConfigError(f"'{module_name}' has no '{attribute}'{hint}", "name") from None
-
-
-def import_file(path: str) -> ModuleType:
-    """The module in a file, loaded once, under a name that cannot be another module's."""
-    name = f"file:{os.path.abspath(path)}"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None  # the name ends in .py
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[name]
-            raise
-    return sys.modules[name]
+def _same(new: type, old: type) -> bool:
+    """Whether a class is another once more: a cell run again, a file imported in two ways."""
+    if new.__qualname__ != old.__qualname__:
+        return False
+    files = [getattr(sys.modules.get(c.__module__), "__file__", None) for c in (new, old)]
+    return new.__module__ == old.__module__ or (files[0] is not None and files[0] == files[1])

@@ -25,7 +25,7 @@ from perfed.core.errors import ConfigError, did_you_mean
 
 T = TypeVar("T", bound="Options")
 
-_BOUNDS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
+BOUNDS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
     "ge": (lambda value, bound: value >= bound, "at least"),
     "gt": (lambda value, bound: value > bound, "more than"),
     "le": (lambda value, bound: value <= bound, "at most"),
@@ -38,7 +38,7 @@ def option(default: Any, help: str, *, symbol: str = "", **bounds: float) -> Any
 
     An option with a ``symbol`` is always in a component's label: ``perfed-ckt (c=3, λ=2)``.
     """
-    unknown = set(bounds) - set(_BOUNDS)
+    unknown = set(bounds) - set(BOUNDS)
     if unknown:
         raise TypeError(f"unknown bounds {sorted(unknown)}")
     shown = {"symbol": symbol} if symbol else {}
@@ -158,10 +158,12 @@ def _coerce_union(choices: tuple[Any, ...], value: Any) -> Any:
 
 
 def _coerce_options(hint: type[Options], value: Any) -> Options:
+    registry = getattr(hint, "registry", None)
     if isinstance(value, hint):
+        if registry is not None:
+            registry.know(type(value))
         return value
     value = hint.expand(value)
-    registry = getattr(hint, "registry", None)
     if registry is not None:
         return typing.cast(Options, registry.build(value))
     return from_mapping(hint, value)
@@ -169,6 +171,7 @@ def _coerce_options(hint: type[Options], value: Any) -> Options:
 
 def _check_bounds(value: Any, metadata: Mapping[str, Any]) -> None:
     for item in value if isinstance(value, tuple) else (value,):
-        for name, (holds, words) in _BOUNDS.items():
-            if name in metadata and item is not None and not holds(item, metadata[name]):
+        for name, (holds, words) in BOUNDS.items():
+            number = isinstance(item, int | float)  # or nothing, or another kind of value
+            if name in metadata and number and not holds(item, metadata[name]):
                 raise ConfigError(f"{item!r} is out of range: must be {words} {metadata[name]}")

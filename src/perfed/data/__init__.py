@@ -1,6 +1,10 @@
 """Datasets, partitions, and each client's parts."""
 
-import perfed.data.cifar  # noqa: F401  (registers its datasets)
+import perfed.data.cifar
+import perfed.data.files
+import perfed.data.huggingface
+import perfed.data.pytorch
+import perfed.data.tables  # noqa: F401  (these register their datasets)
 from perfed.data.datasets import Dataset, Samples, datasets
 from perfed.data.federation import ClientSplit, Federation, Split, build_federation
 from perfed.data.partition import Partition, partitions

@@ -13,9 +13,17 @@ import numpy as np
 
 from perfed.core.errors import ConfigError
 from perfed.core.schema import option
-from perfed.core.streams import numpy_stream
 from perfed.data.cache import Arrays, ImageSet, Source, default_root, find, load
-from perfed.data.datasets import Dataset, Samples, datasets, hold_out_public, scaled
+from perfed.data.datasets import (
+    Dataset,
+    Samples,
+    Unlabeled,
+    datasets,
+    drawn,
+    finished,
+    hold_out_public,
+    scaled,
+)
 from perfed.data.readers import PickledBatches, PixelRows
 
 CIFAR10_NAMES = "airplane automobile bird cat deer dog frog horse ship truck"
@@ -90,7 +98,7 @@ class Cifar10(Dataset):
                 f"{self.public} public images of the {len(public)} stored of cifar100",
                 "data.public",
             )
-        public_index = _drawn(self.public, len(public), seed, "public-set")
+        public_index = drawn(self.public, len(public), seed, "public-set")
         samples = Samples(
             private.pixels,
             _labels(private, CIFAR10),
@@ -99,7 +107,7 @@ class Cifar10(Dataset):
             public_index,
             len(CIFAR10.classes),
         )
-        return _finished(samples, self.samples, seed)
+        return finished(samples, self.samples, seed)
 
 
 @datasets.register("cifar100")
@@ -116,7 +124,12 @@ class Cifar100(Dataset):
         stored = _stored(CIFAR100, self.folder)
         held = hold_out_public(stored.pixels, _labels(stored, CIFAR100), self.public, seed)
         held = dataclasses.replace(held, classes=len(CIFAR100.classes))
-        return _finished(held, self.samples, seed)
+        return finished(held, self.samples, seed)
+
+    def unlabeled(self, seed: int) -> Unlabeled:
+        pixels = _stored(CIFAR100, self.folder).pixels  # with or without labels
+        index = drawn(self.samples or len(pixels), len(pixels), seed, "public-set")
+        return Unlabeled(scaled(pixels[index]), index)
 
 
 def _stored(wanted: ImageSet, folder: str) -> Arrays:
@@ -134,23 +147,3 @@ def _labels(arrays: Arrays, wanted: ImageSet) -> np.ndarray:
             f"the stored {wanted.name} has no labels: it can serve as a public set only", "data"
         )
     return arrays.labels
-
-
-def _finished(samples: Samples, count: int, seed: int) -> Samples:
-    """``count`` of the private samples, scaled: bytes become floats only now, and only once."""
-    total = len(samples.x)
-    if count > total:
-        raise ConfigError(f"{count} samples of the {total} there are", "data.samples")
-    kept = _drawn(count, total, seed, "private-set") if count else slice(None)
-    return dataclasses.replace(
-        samples,
-        x=scaled(samples.x[kept]),
-        y=samples.y[kept].copy(),
-        index=samples.index[kept],
-        public_x=scaled(samples.public_x),
-    )
-
-
-def _drawn(count: int, total: int, seed: int, purpose: str) -> np.ndarray:
-    """Which of ``total`` are drawn, in their order."""
-    return np.sort(numpy_stream(seed, purpose).permutation(total)[:count])

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from abc import abstractmethod
-from dataclasses import dataclass
-from pathlib import Path
-from typing import ClassVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import numpy as np
+from torch.utils.data import Dataset as TorchDataset
 
-from perfed.core.errors import ConfigError, DataError
+from perfed.core.errors import ConfigError
 from perfed.core.registry import Component, Registry
 from perfed.core.schema import option
 from perfed.core.streams import numpy_stream
-from perfed.data.readers import read_arrays
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,21 @@ class Samples:
     public_index: np.ndarray
     classes: int
     client_ids: np.ndarray | None = None
+    unscaled: np.ndarray | None = None
+    """Which features are still to be standardised, once it is known which samples train."""
+    origin: dict[str, Any] = field(default_factory=dict)
+    """What a run directory keeps of a user's own data: its hash, and the names of the classes."""
+
+
+@dataclass(frozen=True)
+class Unlabeled:
+    """Samples for a public set, and where they stood originally."""
+
+    x: np.ndarray
+    index: np.ndarray
+    origin: dict[str, Any] = field(default_factory=dict)
+    sizes: tuple[str, ...] = ()
+    """Of images, before they were resized."""
 
 
 class Dataset(Component):
@@ -34,6 +49,16 @@ class Dataset(Component):
 
     @abstractmethod
     def load(self, seed: int) -> Samples: ...
+
+    def unlabeled(self, seed: int) -> Unlabeled:
+        """Its samples as another dataset's public set."""
+        samples = self.load(seed)
+        return Unlabeled(samples.x, samples.index, samples.origin)
+
+    @classmethod
+    def expand(cls, value: Any) -> Any:
+        """``Experiment(data=a_torch_dataset)``."""
+        return {"name": "torch", "path": value} if isinstance(value, TorchDataset) else value
 
 
 datasets: Registry[Dataset] = Registry("dataset")
@@ -61,6 +86,39 @@ def hold_out_public(
     )
 
 
+def finished(samples: Samples, count: int, seed: int) -> Samples:
+    """``count`` of the private samples, scaled: bytes become floats only now, and only once."""
+    total = len(samples.x)
+    if count > total:
+        raise ConfigError(f"{count} samples of the {total} there are", "data.samples")
+    kept = drawn(count, total, seed, "private-set") if count else slice(None)
+    ids = samples.client_ids
+    # What is still to be standardised keeps its digits until then.
+    number = scaled if samples.unscaled is None else np.asarray
+    return dataclasses.replace(
+        samples,
+        x=number(samples.x[kept]),
+        y=samples.y[kept].copy(),
+        index=samples.index[kept],
+        public_x=number(samples.public_x),
+        client_ids=None if ids is None else ids[kept],
+    )
+
+
+def drawn(count: int, total: int, seed: int, purpose: str) -> np.ndarray:
+    """Which of ``total`` are drawn, in their order."""
+    return np.sort(numpy_stream(seed, purpose).permutation(total)[:count])
+
+
+def scaled(x: np.ndarray) -> np.ndarray:
+    """As float32; bytes from −1 to 1. In place, since a set may take much of the memory."""
+    result = x.astype(np.float32)
+    if x.dtype == np.uint8:
+        result /= 127.5
+        result -= 1
+    return result
+
+
 @datasets.register("digits")
 @dataclass(frozen=True)
 class Digits(Dataset):
@@ -74,69 +132,3 @@ class Digits(Dataset):
         images, labels = load_digits(return_X_y=True)
         x = (images / 8.0 - 1.0).reshape(-1, 1, 8, 8).astype(np.float32)
         return hold_out_public(x, labels.astype(np.int64), self.public, seed)
-
-
-@datasets.register("npz")
-@dataclass(frozen=True)
-class Npz(Dataset):
-    """Your own arrays: ``x``, ``y``, and if there are any ``public`` and ``client`` (an id each).
-
-    Images are channels first; bytes (uint8, 0 … 255) are scaled to −1 … 1.
-    """
-
-    path: str = option("", "the .npz file")
-    public: int = option(
-        0, "how many samples are held out as the public set, where the file has none", ge=0
-    )
-
-    def load(self, seed: int) -> Samples:
-        arrays = self._read()
-        x, y, public, client_ids = (arrays.get(n) for n in ("x", "y", "public", "client"))
-        if x is None or y is None:
-            raise self._error(f"no array '{'y' if y is None else 'x'}'")
-        self._check_samples("x", x)
-        y = self._checked_labels(y, len(x))
-        if client_ids is not None and client_ids.shape != y.shape:
-            raise self._error(f"{len(y)} samples but {client_ids.size} client ids")
-        if public is None:
-            return hold_out_public(scaled(x), y, self.public, seed, client_ids)
-        if self.public:
-            raise ConfigError(f"{self.path} has a public set of its own", "data.public")
-        self._check_samples("public", public)
-        if public.shape[1:] != x.shape[1:]:
-            raise self._error(f"public samples are {public.shape[1:]}, private ones {x.shape[1:]}")
-        everything, public_index = np.arange(len(x)), np.arange(len(public))
-        return Samples(
-            scaled(x), y, everything, scaled(public), public_index, int(y.max()) + 1, client_ids
-        )
-
-    def _error(self, message: str) -> ConfigError:
-        return ConfigError(f"{self.path}: {message}", "data.path")
-
-    def _check_samples(self, name: str, x: np.ndarray) -> None:
-        if x.ndim < 2 or not len(x) or not np.issubdtype(x.dtype, np.number):
-            raise self._error(f"'{name}' must be numbers, samples × features or images")
-        if not np.isfinite(x).all():
-            raise self._error(f"'{name}' has values that are not finite")
-
-    def _checked_labels(self, y: np.ndarray, samples: int) -> np.ndarray:
-        if y.shape != (samples,):
-            raise self._error(f"{samples} samples but labels of shape {y.shape}")
-        if not np.issubdtype(y.dtype, np.number) or (y != y.astype(np.int64)).any() or y.min() < 0:
-            raise self._error("labels must be 0, 1, 2, …")
-        return y.astype(np.int64)
-
-    def _read(self) -> dict[str, np.ndarray]:
-        try:
-            return read_arrays(Path(self.path).expanduser())
-        except DataError as error:
-            raise ConfigError(str(error), "data.path") from None
-
-
-def scaled(x: np.ndarray) -> np.ndarray:
-    """As float32; bytes from −1 to 1. In place, since a set may take much of the memory."""
-    result = x.astype(np.float32)
-    if x.dtype == np.uint8:
-        result /= 127.5
-        result -= 1
-    return result

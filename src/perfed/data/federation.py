@@ -4,7 +4,7 @@ public set."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -78,6 +78,7 @@ class Federation:
         of each label they are."""
         original = self.samples.index
         return {
+            **({"data": self.samples.origin} if self.samples.origin else {}),
             **self.partition_facts,
             "public": self.samples.public_index.tolist(),
             "clients": [
@@ -107,8 +108,9 @@ def build_federation(
             "clients",
         )
     random = numpy_stream(seed, "partition")
+    facts: dict[str, Any] = {}
     if isinstance(partition, Given):
-        owner = _given_owner(samples, clients)
+        owner, facts["client_names"] = _given_owner(samples, clients)
     else:
         owner = partition.assign(samples.y, samples.classes, clients, random)
     before, minimum = owner, partition.minimum_size()
@@ -116,13 +118,15 @@ def build_federation(
     holdings = held_by(owner, clients)
     smallest = min(range(clients), key=lambda client: len(holdings[client]))
     if len(holdings[smallest]) < SMALLEST_CLIENT:
+        name = facts["client_names"][smallest] if "client_names" in facts else smallest
         raise ConfigError(
-            f"client {smallest} has {len(holdings[smallest])} samples; each needs "
+            f"client {name} has {len(holdings[smallest])} samples; each needs "
             f"{SMALLEST_CLIENT} (train, validation, test): fewer clients, or a larger minimum",
             "partition",
         )
     splits = [split_client(held, split, seed, client) for client, held in enumerate(holdings)]
-    facts = {
+    samples, scales = standardised(samples, splits)
+    facts |= scales | {
         "minimum": minimum,
         "moved_to_minimum": int((owner != before).sum()),
         "sizes": [len(held) for held in holdings],
@@ -130,13 +134,30 @@ def build_federation(
     return Federation(samples, splits, facts)
 
 
-def _given_owner(samples: Samples, clients: int) -> np.ndarray:
+def standardised(samples: Samples, splits: Sequence[ClientSplit]) -> tuple[Samples, dict[str, Any]]:
+    """Features that ask for it with mean 0 and deviation 1 over all clients' *training* samples,
+    and what was taken off and divided by. The public set is changed alike, and has no say."""
+    if samples.unscaled is None:
+        return samples, {}
+    training = samples.x[np.concatenate([split.train for split in splits])]
+    mean = np.where(samples.unscaled, training.mean(axis=0, dtype=np.float64), 0.0)
+    deviation = np.where(samples.unscaled, training.std(axis=0, dtype=np.float64), 1.0)
+    deviation[deviation == 0] = 1.0
+    x, public_x = (
+        ((part - mean) / deviation).astype(np.float32) for part in (samples.x, samples.public_x)
+    )
+    facts = {"standardised": {"mean": mean.tolist(), "deviation": deviation.tolist()}}
+    return replace(samples, x=x, public_x=public_x, unscaled=None), facts
+
+
+def _given_owner(samples: Samples, clients: int) -> tuple[np.ndarray, list[str]]:
+    """The client of each sample, and the name of each client."""
     if samples.client_ids is None:
         raise ConfigError("the data names no clients", "partition")
     names, owner = np.unique(samples.client_ids, return_inverse=True)
     if len(names) != clients:
         raise ConfigError(f"the data names {len(names)} clients, not {clients}", "clients")
-    return owner
+    return owner, [str(name) for name in names]
 
 
 def split_client(held: np.ndarray, split: Split, seed: int, client: int) -> ClientSplit:

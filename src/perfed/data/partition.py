@@ -173,7 +173,7 @@ class Shards(Partition):
 @partitions.register("given")
 @dataclass(frozen=True)
 class Given(Partition):
-    """The data says whose each sample is (``client`` in an .npz file)."""
+    """The data says whose each sample is: a folder for each client, or a column or array of ids."""
 
     def assign(
         self, labels: np.ndarray, classes: int, clients: int, random: np.random.Generator

@@ -13,7 +13,7 @@ import tarfile
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar, TypeVar
 from zipfile import BadZipFile
@@ -29,8 +29,8 @@ Progress = Callable[[str, int, int], None]
 Files = Mapping[str, Callable[[], bytes]]
 """The content of files, by name, whether they lie in a folder or in an archive."""
 
-IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")
-SPLITS = ("train", "test")
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp")
+SPLITS = ("train", "val", "valid", "validation", "test")
 TFJS_PICTURES = (*(f"data_batch_{number}.png" for number in range(1, 6)), "test_batch.png")
 TFJS_LISTS = ("train_lables.json", "test_lables.json")  # sic
 
@@ -48,6 +48,20 @@ class Images:
     layout: str
     names: tuple[str, ...] = ()
     """Of the classes, where the source names them: label 0 is the first."""
+    sizes: tuple[str, ...] = ()
+    """Which there were before pictures were resized."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """What every picture is made into."""
+
+    size: tuple[int, ...] = ()
+    """Height and width; empty: as it is."""
+    grey: bool = False
+
+
+AS_THEY_ARE = Look()
 
 
 @dataclass(frozen=True)
@@ -218,14 +232,27 @@ def read_npz(path: Path) -> Images:
 
 def read_arrays(path: Path) -> dict[str, np.ndarray]:
     """The arrays of an .npz file, by name."""
+    file = _loaded(path)
+    if isinstance(file, np.ndarray):
+        raise DataError(f"{path}: one array alone; needs 'x' and 'y' (numpy.savez)")
+    return file
+
+
+def read_array(path: Path) -> np.ndarray:
+    """The array of an .npy file."""
+    file = _loaded(path)
+    if not isinstance(file, np.ndarray):
+        raise DataError(f"{path}: several arrays; needs one (numpy.save)")
+    return file
+
+
+def _loaded(path: Path) -> np.ndarray | dict[str, np.ndarray]:
     if not path.is_file():
         raise DataError(f"no such file: {str(path)!r}")
     try:
         with open(path, "rb") as raw:
             file = np.load(raw, allow_pickle=False)
-            if not isinstance(file, np.lib.npyio.NpzFile):
-                raise DataError(f"{path}: one array alone; needs 'x' and 'y' (numpy.savez)")
-            return dict(file)
+            return dict(file) if isinstance(file, np.lib.npyio.NpzFile) else np.asarray(file)
     except (ValueError, OSError, EOFError, BadZipFile, zlib.error) as error:
         raise DataError(f"{path}: cannot be read: {error}") from None
 
@@ -252,37 +279,72 @@ def _pictures(folder: Path) -> list[Path]:
     )
 
 
-def read_image_folders(path: Path, progress: Progress = silent) -> Images:
-    """PNG and JPEG files in one folder per class, by folder and by file name."""
+def read_image_folders(path: Path, progress: Progress = silent, look: Look = AS_THEY_ARE) -> Images:
+    """Pictures in one folder per class, by folder and by file name."""
     folders = class_folders(path)
     names = sorted({folder.name for folder in folders})
     label_of = {name: label for label, name in enumerate(names)}
     files = [(file, label_of[folder.name]) for folder in folders for file in _pictures(folder)]
+    images = read_pictures([file for file, _ in files], look, progress)
+    labels = np.array([label for _, label in files], dtype=np.int64)
+    return replace(images, labels=labels, layout="image folders", names=tuple(names))
+
+
+def pictures_below(path: Path) -> list[Path]:
+    """Those in a folder and in all folders in it."""
+    folders = sorted(entry for entry in path.rglob("*") if entry.is_dir())
+    return [file for folder in [path, *folders] for file in _pictures(folder)]
+
+
+def read_pictures(
+    files: Sequence[Path], look: Look = AS_THEY_ARE, progress: Progress = silent
+) -> Images:
     pictures: list[np.ndarray] = []
-    for number, (file, _) in enumerate(files):
+    sizes: set[str] = set()
+    for number, file in enumerate(files):
         if number % 100 == 0:
             progress("reading", number, len(files))
-        picture = _inside(str(file), decoded_picture, file.read_bytes())
+        picture, size = _inside(str(file), _picture_and_size, file.read_bytes(), look)
         if pictures and picture.shape != pictures[0].shape:
             raise DataError(
                 f"{file} is {_by(picture.shape[:2])}, the first image was "
                 f"{_by(pictures[0].shape[:2])}: all must be of one size"
             )
         pictures.append(picture)
-    pixels = _channels_first(np.stack(pictures))
-    labels = np.array([label for _, label in files], dtype=np.int64)
-    return Images(pixels, labels, "image folders", tuple(names))
+        sizes.add(size)
+    return Images(_channels_first(np.stack(pictures)), None, "images", sizes=tuple(sorted(sizes)))
 
 
 def decoded_picture(content: bytes) -> np.ndarray:
-    """A PNG or JPEG file as height × width × RGB."""
-    from PIL import Image
+    """A picture file as height × width × RGB."""
+    return _picture_and_size(content, AS_THEY_ARE)[0]
 
+
+def _picture_and_size(content: bytes, look: Look) -> tuple[np.ndarray, str]:
+    Image = _pillow()
     try:
         with Image.open(io.BytesIO(content)) as picture:
-            return np.asarray(picture.convert("RGB"))
+            return as_array(picture, look), _by((picture.height, picture.width))
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise DataError(f"is no picture that can be read: {error}") from None
+
+
+def as_array(picture: Any, look: Look) -> np.ndarray:
+    """A Pillow image as height × width × channels."""
+    picture = picture.convert("L" if look.grey else "RGB")
+    if look.size and look.size != (picture.height, picture.width):
+        height, width = look.size
+        picture = picture.resize((width, height), _pillow().Resampling.BILINEAR)
+    array = np.asarray(picture)
+    return array[:, :, None] if look.grey else array
+
+
+def _pillow() -> Any:
+    try:
+        from PIL import Image
+    except ImportError:
+        raise DataError("reading pictures needs Pillow: pip install pillow") from None
+    return Image
 
 
 def unpickled_arrays(content: bytes) -> dict[Any, Any]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from perfed.config import Experiment, read_mapping
 from perfed.core.errors import ConfigError, DataError
-from perfed.core.registry import import_object
+from perfed.core.objects import import_object
 from perfed.core.schema import Options, from_mapping, option
 from perfed.data import (
     ClientSplit,
@@ -52,7 +52,7 @@ class PublicSet(Options):
     def load(self) -> np.ndarray | None:
         """The samples; None where there is no public set."""
         if self.dataset is not None:
-            public = self.dataset.load(self.seed).public_x
+            public = raw_numbers(self.dataset.load(self.seed), "public.dataset").public_x
         elif self.file:
             public = as_samples(_read_array(self.file, "public"), "public.file")
         else:
@@ -91,7 +91,7 @@ class SiteData(Options):
             whole = build_federation(self.dataset, self.partition, split, self.clients, self.seed)
             return whole.samples.x, whole.samples.y, whole.splits[client]
         if self.dataset is not None:
-            samples = self.dataset.load(self.seed)
+            samples = raw_numbers(self.dataset.load(self.seed), "data.dataset")
             x, y = samples.x, samples.y
         else:
             x, y = _call_source(self.source)
@@ -209,6 +209,17 @@ def _read(cls: type[O], path: Path) -> O:
             return from_mapping(cls, values)
         except ConfigError as error:
             raise ConfigError(f"{error} (in {path})") from None
+
+
+def raw_numbers(samples: Samples, where: str) -> Samples:
+    """Refuse what is still to be standardised: no site knows the others' training samples."""
+    if samples.unscaled is not None:
+        raise ConfigError(
+            "would be standardised by training samples of all sites, which no site knows: "
+            "set 'scale: none', and scale the columns in the file",
+            where,
+        )
+    return samples
 
 
 def as_samples(x: Any, where: str) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Networks, and which client gets which."""
 
 from perfed.models.architectures import CNN, MLP, Architecture, architectures
-from perfed.models.assignment import Models, build_module, initial_weights
+from perfed.models.assignment import Models, build_module, initial_weights, parameter_count
 
 __all__ = [
     "CNN",
@@ -11,4 +11,5 @@ __all__ = [
     "architectures",
     "build_module",
     "initial_weights",
+    "parameter_count",
 ]

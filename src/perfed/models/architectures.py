@@ -1,12 +1,16 @@
 """The networks that ship with perfed, and how a user's own is found.
 
 An architecture is options plus ``build(input_shape, classes)``. A user's own module needs no
-registration: ``models: my_package.nets:MyNet`` calls ``MyNet(input_shape, classes)``.
+registration: ``models: my_package.nets:MyNet`` calls ``MyNet(input_shape, classes)``, or
+``MyNet()`` where it takes no such arguments.
 """
 
 from __future__ import annotations
 
+import copy
+import inspect
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -15,7 +19,16 @@ import torch
 from torch import nn
 
 from perfed.core.errors import ConfigError
-from perfed.core.registry import Component, Registry, import_object
+from perfed.core.objects import (
+    GIVEN,
+    give,
+    give_again,
+    import_object,
+    path_or_name,
+    tell_whereabouts,
+    whereabouts,
+)
+from perfed.core.registry import Component, Registry
 from perfed.core.schema import option
 
 Shape = tuple[int, ...]
@@ -29,13 +42,26 @@ class Architecture(Component):
     @abstractmethod
     def build(self, input_shape: Shape, classes: int) -> nn.Module: ...
 
+    def redraw(self, module: nn.Module) -> None:
+        """Draw the weights of what :meth:`build` has made anew, where it makes no draws."""
+
 
 class ArchitectureRegistry(Registry[Architecture]):
-    """Takes any ``nn.Module`` class by import path, beside the registered ones."""
+    """Takes any ``nn.Module`` beside the registered ones: by import path, class, factory, or built
+    already."""
 
     def build(self, value: Any) -> Architecture:
+        if isinstance(value, nn.Module):
+            state = [repr(value).encode(), *map(_bytes, value.state_dict().values())]
+            return Imported(factory=give(value, type(value).__name__, *state))
+        if isinstance(value, type) and issubclass(value, Architecture):
+            return super().build(value)
+        if callable(value):
+            return Imported(factory=path_or_name(value))
         if isinstance(value, str) and ":" in value and value not in self:
-            return Imported(factory=value)
+            found = import_object(value)
+            if not (isinstance(found, type) and issubclass(found, Architecture)):
+                return Imported(factory=value)
         return super().build(value)
 
 
@@ -164,20 +190,75 @@ class VGG13BN(VGG):
 @architectures.register("imported")
 @dataclass(frozen=True)
 class Imported(Architecture):
-    """Your own ``nn.Module``: in short ``models: {architectures: ['package.module:MyNet']}``."""
+    """Your own ``nn.Module``: in short ``models: ['net.py:MyNet']``, or the object in Python."""
 
-    factory: str = option("", "module:attribute, called with (input_shape, classes)")
+    factory: str = option(
+        "", "file.py:Name or package.module:Name; called with (input_shape, classes), or nothing"
+    )
 
     def build(self, input_shape: Shape, classes: int) -> nn.Module:
+        found = import_object(self.factory)
+        if isinstance(found, nn.Module):
+            return copy.deepcopy(found)
+        if not callable(found):
+            raise ConfigError(f"'{self.label()}' is neither an nn.Module nor makes one", "models")
+        given, shown = ((), "") if _takes_nothing(found) else _both(input_shape, classes)
         try:
-            module = import_object(self.factory)(input_shape, classes)
-        except TypeError as error:
-            raise ConfigError(
-                f"{self.factory}(input_shape, classes) failed: {error}", "models"
-            ) from None
+            module = found(*given)
+        except Exception as error:  # whatever a user's own code raises
+            reason = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"{self.label()}({shown}) failed: {reason}", "models") from None
         if not isinstance(module, nn.Module):
-            raise ConfigError(f"{self.factory} made a {type(module).__name__}, not an nn.Module")
+            raise ConfigError(
+                f"{self.label()}({shown}) made a {type(module).__name__}, not an nn.Module",
+                "models",
+            )
         return module
 
+    def redraw(self, module: nn.Module) -> None:
+        if not isinstance(import_object(self.factory), nn.Module):
+            return
+        for name, layer in module.named_modules():
+            if hasattr(layer, "reset_parameters"):
+                layer.reset_parameters()
+            elif any(True for _ in layer.parameters(recurse=False)):
+                raise ConfigError(
+                    f"'{self.label()}' is built already, and '{name}' in it has no "
+                    "reset_parameters() to draw other weights: give its class instead",
+                    "models",
+                )
+
     def label(self) -> str:
-        return self.factory
+        return self.factory.removeprefix(GIVEN)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """To a worker: with the object itself, where it is known by no other name."""
+        value = import_object(self.factory) if self.factory.startswith(GIVEN) else None
+        return _sent, (self.factory, whereabouts(self.factory), value)
+
+
+def _sent(factory: str, file: tuple[str, str], value: Any) -> Imported:
+    tell_whereabouts(*file)
+    if value is not None:
+        give_again(factory, value)
+    return Imported(factory=factory)
+
+
+def _both(input_shape: Shape, classes: int) -> tuple[tuple[Any, ...], str]:
+    return (input_shape, classes), f"input_shape={input_shape}, classes={classes}"
+
+
+def _takes_nothing(factory: Callable[..., Any]) -> bool:
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError):  # written in C
+        return False
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if any(p.kind == p.VAR_POSITIONAL for p in parameters):
+        return False
+    needed = [p for p in positional if p.default is p.empty]
+    return not needed and not {"input_shape", "classes"} & {p.name for p in positional}
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from perfed.core.errors import ConfigError
 from perfed.core.schema import Options, option
@@ -23,8 +24,12 @@ class Models(Options):
     architectures: tuple[Architecture, ...] = option(
         ("mlp",), "the networks in use, smallest first"
     )
-    assign: Literal["by-size", "list"] = option(
-        "by-size", "drawn, larger networks likelier for larger datasets; or as listed"
+    assign: Literal["by-size", "shares", "list"] = option(
+        "by-size",
+        "drawn, larger networks likelier for larger datasets; so many of each; or as listed",
+    )
+    shares: tuple[float, ...] = option(
+        (), "with assign: shares, the share of the clients that gets each architecture", gt=0, le=1
     )
     per_client: tuple[int, ...] = option(
         (), "with assign: list, each client's position in 'architectures'", ge=0
@@ -35,14 +40,25 @@ class Models(Options):
 
     @classmethod
     def expand(cls, value: Any) -> Any:
-        """``models: mlp`` and ``models: [mlp, cnn]``."""
-        if isinstance(value, str):
+        """``models: mlp`` and ``models: [mlp, cnn]``, and in Python ``models=MyNet``."""
+        if isinstance(value, str | nn.Module) or callable(value):
             value = [value]
         return {"architectures": value} if isinstance(value, list | tuple) else value
 
     def validate(self) -> None:
         if not self.architectures:
             raise ConfigError("at least one is needed", "architectures")
+        if self.shares and self.assign != "shares":
+            raise ConfigError("given, but assign is not 'shares'", "shares")
+        if self.assign == "shares":
+            if len(self.shares) != len(self.architectures):
+                raise ConfigError(
+                    f"{len(self.shares)} for {len(self.architectures)} architectures: "
+                    "must be one for each",
+                    "shares",
+                )
+            if abs(sum(self.shares) - 1) > 1e-6:
+                raise ConfigError(f"sum to {sum(self.shares):g}: must sum to 1", "shares")
         if self.per_client and self.assign != "list":
             raise ConfigError("given, but assign is not 'list'", "per_client")
         if self.per_client and max(self.per_client) >= len(self.architectures):
@@ -60,6 +76,10 @@ class Models(Options):
                     "models.per_client",
                 )
             positions = np.array(self.per_client, dtype=int)
+        elif self.assign == "shares":
+            counts = _counts(np.array(self.shares), len(train_sizes))
+            ordered = np.repeat(np.arange(len(counts)), counts)
+            positions = numpy_stream(seed, "architectures").permutation(ordered)
         else:
             # The paper: "the probability of a larger model … is proportional to the client's
             # dataset size". With two architectures that is this rule to the letter; with more,
@@ -70,25 +90,72 @@ class Models(Options):
         return [self.architectures[position] for position in positions]
 
 
+def _counts(shares: np.ndarray, clients: int) -> np.ndarray:
+    """Whole numbers nearest to the shares that sum to ``clients`` (largest remainders)."""
+    exact = shares * clients
+    counts = np.floor(exact + 1e-9).astype(int)
+    most_left = np.argsort(counts - exact, kind="stable")
+    counts[most_left[: clients - counts.sum()]] += 1
+    return counts
+
+
 def build_module(architecture: Architecture, shape: Shape, classes: int) -> nn.Module:
     """The module, after checking that it takes the data and has an output per class."""
-    with torch_stream(0, "template"):
-        module = architecture.build(shape, classes)
-    module.eval()
     label = architecture.label()
     try:
-        with torch.no_grad():
-            width = module(torch.zeros(2, *shape)).shape
-    except (RuntimeError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"'{label}' cannot take {shape} inputs: {reason}", "models") from None
-    if width != (2, classes):
+        with torch_stream(0, "template"):
+            module = architecture.build(shape, classes)
+            module.eval()
+            with torch.no_grad():
+                output = module(torch.zeros(2, *shape))
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever a user's own module raises
+        reason = str(error).strip().splitlines() or [type(error).__name__]
         raise ConfigError(
-            f"'{label}' gives outputs of shape {tuple(width[1:])} for one sample, "
-            f"but the data has {classes} classes: it must give ({classes},)",
+            f"'{label}' cannot take samples of shape {_by(shape)}: {reason[0]}", "models"
+        ) from None
+    if not isinstance(output, torch.Tensor):
+        raise ConfigError(
+            f"'{label}' gives a {type(output).__name__}: it must give a tensor, "
+            f"{classes} numbers (logits) for each sample",
             "models",
         )
+    if output.ndim != 2 or len(output) != 2:
+        raise ConfigError(
+            f"'{label}' gives a tensor of shape {tuple(output.shape)} for 2 samples: it must give "
+            f"a row of {classes} numbers (logits) for each",
+            "models",
+        )
+    if output.shape[1] != classes:
+        raise ConfigError(
+            f"'{label}' gives {output.shape[1]} numbers for one sample, but the data has "
+            f"{classes} classes: its last layer must have {classes} outputs",
+            "models",
+        )
+    _check_parameters(label, module)
     return module
+
+
+def _check_parameters(label: str, module: nn.Module) -> None:
+    parameters = dict(module.named_parameters())
+    if not parameters:
+        raise ConfigError(f"'{label}' has no parameters: nothing in it can learn", "models")
+    frozen = [name for name, parameter in parameters.items() if not parameter.requires_grad]
+    if frozen:
+        raise ConfigError(
+            f"'{label}' has frozen parameters ('{frozen[0]}'), but clients train all there are: "
+            "keep what is not to be trained in buffers",
+            "models",
+        )
+
+
+def _by(shape: Shape) -> str:
+    return "×".join(map(str, shape))
+
+
+def parameter_count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def initial_weights(
@@ -102,4 +169,9 @@ def initial_weights(
     """The architecture's initial weights: common to all clients, or one client's own."""
     with torch_stream(seed, f"initial/{architecture.label()}/{number}", client):
         module = architecture.build(shape, classes)
+        if any(isinstance(layer, LazyModuleMixin) for layer in module.modules()):
+            with torch.no_grad():  # such layers draw their weights when they first see data
+                module.eval()(torch.zeros(2, *shape))
+        if client >= 0 or number:
+            architecture.redraw(module)
     return Weights(dict(module.named_parameters()), dict(module.named_buffers())).clone()

@@ -3,6 +3,7 @@
     config.yaml      the resolved configuration
     environment.json versions, machine, device
     partition.json   every client's samples (original numbers), architecture, and the public set;
+                     of networks how large they are, of a user's own data a hash;
                      of the sites of a federation, how many samples they have
     rounds.jsonl     a line per round: who took part, what clients and server note, traffic,
                      summaries

@@ -24,6 +24,7 @@ from perfed.core.tree import flatten
 from perfed.data import build_federation
 from perfed.engines import ClientRecord, ClientStore, Engine, Execution, Outcome, Population
 from perfed.engines.execution import fitting_threads, largest_model
+from perfed.models import parameter_count
 from perfed.runs.coordinator import (
     Callback,
     Coordinator,
@@ -138,11 +139,8 @@ class Simulation(Coordinator):
             how = self.engine.facts()
             directory.write_json("environment.json", environment(self.device) | how)
             directory.write_json("partition.json", self._partition_record())
-        elif directory.read_json("partition.json") != self._partition_record():
-            raise RunError(
-                f"{directory.path}: the data now gives another partition than the recorded "
-                "one; the dataset or the version of perfed has changed"
-            )
+        else:
+            self._check_partition(directory.path, directory.read_json("partition.json"))
         self.population.records.folder = directory.path
 
     def _restore(self, records: Mapping[int, ClientRecord]) -> None:
@@ -254,8 +252,26 @@ class Simulation(Coordinator):
         names = sorted({name for one in facts for name in one})
         return {"client_state": {name: [one.get(name) for one in facts] for name in names}}
 
+    def _check_partition(self, path: Path, recorded: dict[str, Any]) -> None:
+        """The data and networks are those the run was begun with, as far as it says."""
+        now = self._partition_record()
+        changed = {key for key, value in recorded.items() if now.get(key) != value}
+        if "data" in changed:
+            raise RunError(f"{path}: the data is not what it was when the run was begun")
+        if changed == {"architectures"}:
+            raise RunError(f"{path}: the networks are not what they were when the run was begun")
+        if changed:
+            raise RunError(
+                f"{path}: the data now gives another partition than the recorded "
+                "one; the dataset or the version of perfed has changed"
+            )
+
     def _partition_record(self) -> dict[str, Any]:
         record = self.federation.record()
+        record["architectures"] = {
+            label: {"clients": count, "parameters": parameter_count(self.population.modules[label])}
+            for label, count in self._population.items()
+        }
         for client, architecture in zip(
             record["clients"], self.population.architectures, strict=True
         ):

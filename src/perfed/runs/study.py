@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from perfed.config import Experiment
+from perfed.config import Experiment, parse
 from perfed.core.errors import ConfigError, RunError
 from perfed.core.tensorfile import write_atomically
 from perfed.engines import Execution
@@ -82,7 +82,7 @@ class Study:
             if not path.is_file():
                 continue
             record = read_record(path)
-            if record["config"] != experiment.to_mapping():
+            if parse(record["config"]) != experiment:  # options it did not know have their defaults
                 raise RunError(f"{path} was made with other settings: choose another folder")
             found[name] = record
         return found

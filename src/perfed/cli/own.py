@@ -1,0 +1,77 @@
+"""``perfed init`` and ``perfed explain``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from perfed import explain as explanation
+from perfed import starter
+from perfed.core.errors import ConfigError
+
+
+def explain(
+    key: Annotated[
+        str | None,
+        typer.Argument(
+            help="A key (training.steps, algorithm.clusters), a group of keys (models), a name "
+            "(perfed-ckt), or file.py:Name; without one, all keys."
+        ),
+    ] = None,
+) -> None:
+    """What a key of a configuration means, what it may be, and its default."""
+    print("\n".join(explanation.overview() if key is None else explanation.explain(key)))
+
+
+def init(
+    file: Annotated[Path, typer.Argument(help="What to write.")] = Path("experiment.yaml"),
+    data: Annotated[
+        str | None,
+        typer.Option(
+            "--data",
+            help="A folder of images by class (or one such folder for each client), a .csv, .npz "
+            "or .npy file, file.py:Dataset, hub:NAME (Hugging Face), or digits.",
+        ),
+    ] = None,
+    target: Annotated[
+        str | None, typer.Option("--target", help="The label column of a .csv file.")
+    ] = None,
+    clients: Annotated[
+        int | None, typer.Option("--clients", min=1, help="How many the data is divided among.")
+    ] = None,
+    algorithm: Annotated[
+        str | None, typer.Option("--algorithm", "-a", help="One, or several with commas.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="One, or several with commas.")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing.")] = False,
+) -> None:
+    """Write a commented configuration to start from, after a few questions."""
+    if file.exists():
+        raise ConfigError(f"{file} exists already: choose another name", "init")
+
+    def asked(given: str | None, question: str, default: str) -> str:
+        if given is not None or yes:
+            return given or default
+        return str(typer.prompt(question, default=default))
+
+    source = starter.recognise(asked(data, starter.DATA_QUESTION, "digits"))
+    if source.get("name") == "csv":
+        guess = starter.likely_target(source)
+        source["target"] = asked(target, "Which column is the label?", guess)
+    start = starter.Start.look(source)
+    if start.named_clients:
+        number = start.named_clients
+    else:
+        given = None if clients is None else str(clients)
+        text = asked(given, "How many clients?", str(start.likely_clients()))
+        number = starter.whole_number(text)
+    algorithms = asked(algorithm, "Which algorithms?", starter.ALGORITHMS)
+    models = asked(model, "Which networks? (or file.py:MyNet)", start.likely_model())
+    what = start.experiment(file.stem, number, starter.several(algorithms), starter.several(models))
+    starter.write(file, what)
+    print(f"{source['name']}: {start.described()}")
+    print(f"written: {file}; run it: perfed run {file}; what a key means: perfed explain KEY")

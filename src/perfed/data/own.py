@@ -1,0 +1,274 @@
+"""A user's own data: what all sources of it have in common.
+
+A source says what it holds (:class:`Contents`); what is drawn, held out as the public set, scaled
+and recorded is the same for all. So each of them can serve as another's public set too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from perfed.core.errors import ConfigError, DataError
+from perfed.core.schema import option
+from perfed.data.datasets import (
+    Dataset,
+    Samples,
+    Unlabeled,
+    drawn,
+    finished,
+    hold_out_public,
+    scaled,
+)
+from perfed.data.likeness import check_alike
+
+BY_CLIENT_HELP = (
+    "'path' holds a folder of pictures, or a file, for each client, named like it; "
+    "with partition: given"
+)
+SIZE_HELP = "height and width all images are resized to; empty: as they are, all of one size"
+COLOURS_HELP = "three channels, or one"
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a source holds, in its order. Bytes are pixels, and become numbers from −1 to 1."""
+
+    x: np.ndarray
+    y: np.ndarray | None = None
+    names: tuple[str, ...] = ()
+    """Of the classes; without names, they are as many as labels say."""
+    client_ids: np.ndarray | None = None
+    public: np.ndarray | None = None
+    """A public set that is part of the source."""
+    columns: tuple[str, ...] = ()
+    """Names of the features of a table."""
+    unscaled: np.ndarray | None = None
+    """Which of them are to be standardised."""
+    sizes: tuple[str, ...] = ()
+    """Of images, before they were resized."""
+
+
+@dataclass(frozen=True)
+class OwnData(Dataset):
+    """Base of all sources."""
+
+    path: str = option("", "where it is")
+    public: int | Dataset = option(
+        0,
+        "the unlabeled public set: how many samples are held out for it, or another dataset "
+        "(name and options), whose labels are ignored",
+        ge=0,
+    )
+    samples: int = option(0, "how many are drawn, for a quick run; 0: all", ge=0)
+
+    @abstractmethod
+    def read(self, labeled: bool) -> Contents:
+        """All there is; without labels, where they are not wanted."""
+
+    def load(self, seed: int) -> Samples:
+        contents = self._contents("data", labeled=True)
+        assert contents.y is not None
+        origin = _origin(contents)
+        if contents.public is None and not isinstance(self.public, Dataset):
+            held = hold_out_public(contents.x, contents.y, self.public, seed, contents.client_ids)
+            public = None
+        else:
+            public = self._public(contents, seed)
+            origin["public"] = public.origin
+            held = Samples(
+                contents.x,
+                contents.y,
+                np.arange(len(contents.x)),
+                public.x,
+                public.index,
+                int(contents.y.max()) + 1,
+                contents.client_ids,
+            )
+        held = dataclasses.replace(
+            held,
+            classes=len(contents.names) or held.classes,
+            unscaled=contents.unscaled,
+            origin=origin,
+        )
+        samples = finished(held, self.samples, seed)
+        if public is not None:
+            check_alike(samples.x, samples.public_x, contents.sizes, public.sizes)
+        return samples
+
+    def unlabeled(self, seed: int) -> Unlabeled:
+        contents = self._contents("data.public", labeled=False)
+        total = len(contents.x)
+        if self.samples > total:
+            raise ConfigError(
+                f"{self.samples} samples of the {total} there are", "data.public.samples"
+            )
+        index = drawn(self.samples or total, total, seed, "public-set")
+        return Unlabeled(scaled(contents.x[index]), index, _origin(contents), contents.sizes)
+
+    def _public(self, contents: Contents, seed: int) -> Unlabeled:
+        if contents.public is None:
+            assert isinstance(self.public, Dataset)
+            return self.public.unlabeled(seed)
+        if isinstance(self.public, int) and self.public:
+            raise ConfigError(f"{self.path} has a public set of its own", "data.public")
+        where = np.arange(len(contents.public))
+        return Unlabeled(contents.public, where, {"hash": content_hash(contents.public)})
+
+    def _contents(self, where: str, labeled: bool) -> Contents:
+        """What is there; errors say which key it is about."""
+        if not self.path:
+            raise ConfigError("missing: where the data is", f"{where}.path")
+        try:
+            contents = self.read(labeled)
+        except DataError as error:
+            raise ConfigError(str(error), f"{where}.path") from None
+        except ConfigError as error:
+            raise error.inside(where) from None
+        if labeled and contents.y is None:
+            raise ConfigError(
+                f"{self.path} has no labels: it can serve as a public set only", f"{where}.path"
+            )
+        return contents
+
+
+@dataclass(frozen=True)
+class Files(OwnData):
+    """Base of sources that are files: all in one place, or in a place for each client."""
+
+    by_client: bool = option(False, BY_CLIENT_HELP)
+
+    @abstractmethod
+    def read_one(self, path: Path, labeled: bool) -> Contents: ...
+
+    def belongs(self, entry: Path) -> bool:
+        """Whether it holds a client's data, by its name; folders do."""
+        return entry.is_dir()
+
+    def read(self, labeled: bool) -> Contents:
+        path = Path(self.path).expanduser()
+        if not self.by_client:
+            return self.read_one(path, labeled)
+        entries = self.entries(path)
+        return joined({name: self.read_one(entry, labeled) for name, entry in entries.items()})
+
+    def entries(self, path: Path) -> dict[str, Path]:
+        """Where each client's data is."""
+        if not path.is_dir():
+            raise DataError(f"no such folder: {str(path)!r}")
+        visible = (entry for entry in sorted(path.iterdir()) if not entry.name.startswith("."))
+        entries = [entry for entry in visible if self.belongs(entry)]
+        if not entries:
+            raise DataError(f"{path} has nothing that could be a client's")
+        return {entry.name if entry.is_dir() else entry.stem: entry for entry in entries}
+
+
+def joined(by_client: dict[str, Contents]) -> Contents:
+    """The contents of all clients, as one."""
+    (first_name, first), *_ = by_client.items()
+    for name, part in by_client.items():
+        if part.x.shape[1:] != first.x.shape[1:]:
+            raise DataError(
+                f"the samples of '{name}' are {by(part.x.shape[1:])}, "
+                f"those of '{first_name}' {by(first.x.shape[1:])}: they must be alike"
+            )
+        if (part.y is None) != (first.y is None) or part.public is not None:
+            fault = "no labels" if part.y is None else "a public set, or labels others have not"
+            raise DataError(f"'{name}' has {fault}")
+    names = tuple(sorted({name for part in by_client.values() for name in part.names}))
+    labels = None
+    if first.y is not None:
+        labels = np.concatenate([_renumbered(part, names) for part in by_client.values()])
+    ids = np.repeat(list(by_client), [len(part.x) for part in by_client.values()])
+    return dataclasses.replace(
+        first,
+        x=np.concatenate([part.x for part in by_client.values()]),
+        y=labels,
+        names=names,
+        client_ids=ids,
+        sizes=tuple(sorted({size for part in by_client.values() for size in part.sizes})),
+    )
+
+
+def _renumbered(part: Contents, names: Sequence[str]) -> np.ndarray:
+    """Labels as positions in the names of all clients' classes."""
+    assert part.y is not None
+    if not names:
+        return part.y
+    new = np.array([names.index(name) for name in part.names])
+    return np.asarray(new[part.y])
+
+
+def checked_samples(values: Any, what: str) -> np.ndarray:
+    x: np.ndarray = np.asarray(values)
+    if x.ndim < 2 or not len(x) or not np.issubdtype(x.dtype, np.number):
+        raise DataError(f"{what} must be numbers, samples × features or images")
+    if not np.isfinite(x).all():
+        raise DataError(f"{what} has values that are not finite")
+    return x
+
+
+def checked_labels(values: Any, samples: int) -> np.ndarray:
+    y: np.ndarray = np.asarray(values)
+    if y.shape != (samples,):
+        raise DataError(f"{samples} samples but labels of shape {y.shape}")
+    if not np.issubdtype(y.dtype, np.number) or (y != y.astype(np.int64)).any() or y.min() < 0:
+        raise DataError("labels must be 0, 1, 2, …")
+    return y.astype(np.int64)
+
+
+def named_labels(values: Sequence[Any], what: str) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Labels 0, 1, 2, … for the different values, in their order, and their names."""
+    kinds = sorted(set(values), key=_order)
+    if len(kinds) > MOST_CLASSES:
+        raise DataError(
+            f"{what} has {len(kinds):,} different values, such as {kinds[0]!r} and {kinds[1]!r}: "
+            "a label is a class"
+        )
+    label_of = {kind: label for label, kind in enumerate(kinds)}
+    return np.array([label_of[value] for value in values]), tuple(map(str, kinds))
+
+
+MOST_CLASSES = 1000
+
+
+def _order(value: Any) -> tuple[Any, ...]:
+    """Numbers as numbers (9 before 10), before words."""
+    try:
+        return 0, float(value), str(value)
+    except ValueError:
+        return 1, 0.0, str(value)
+
+
+def content_hash(*arrays: np.ndarray) -> str:
+    digest = blake2b(digest_size=16)
+    for array in arrays:
+        digest.update(f"{array.dtype.str}{array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).view(np.uint8).data)
+    return digest.hexdigest()
+
+
+def _origin(contents: Contents) -> dict[str, Any]:
+    """What a run directory keeps, so that a number is known by the data it is of."""
+    arrays = (contents.x, contents.y, contents.client_ids)
+    facts: dict[str, Any] = {
+        "samples": len(contents.x),
+        "shape": list(contents.x.shape[1:]),
+        "hash": content_hash(*(array for array in arrays if array is not None)),
+    }
+    if contents.names:
+        facts["classes"] = list(contents.names)
+    if contents.columns:
+        facts["columns"] = list(contents.columns)
+    return facts
+
+
+def by(shape: Sequence[int]) -> str:
+    return "×".join(map(str, shape))

@@ -1,0 +1,235 @@
+"""Your own tables: CSV files with a label column.
+
+A column of numbers is a feature, standardised unless told otherwise: by the mean and deviation of
+the *training* rows of all clients, put together once it is known which they are
+(:func:`perfed.data.federation.standardised`). Validation, test and public rows have no say in it.
+In a real federation clients would have to tell two numbers for each column. A column of words is a
+feature for each word, 0 or 1.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from perfed.core.errors import ConfigError, DataError, did_you_mean
+from perfed.core.schema import option
+from perfed.data.datasets import datasets
+from perfed.data.own import Contents, Files, named_labels
+
+MOST_WORDS = 1000  # in a column; more are names, and no categories
+
+
+@dataclass(frozen=True)
+class Table:
+    """The cells of a CSV file, by column, and where a row stood."""
+
+    path: Path
+    columns: Mapping[str, list[str]]
+    lines: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    def cell(self, row: int, column: str) -> str:
+        return f"{self.path}, line {self.lines[row]}, column '{column}'"
+
+    def column(self, name: str, why: str) -> list[str]:
+        if name not in self.columns:
+            hint = did_you_mean(name, self.columns)
+            raise ConfigError(f"{self.path} has no column '{name}'{hint}", why)
+        return self.columns[name]
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A column of numbers, or of the words that are known."""
+
+    name: str
+    words: tuple[str, ...] = ()
+
+    def titles(self) -> list[str]:
+        return [f"{self.name}={word}" for word in self.words] or [self.name]
+
+    def values(self, table: Table) -> np.ndarray:
+        """Rows × 1, or rows × words."""
+        cells = table.column(self.name, "path")
+        if not self.words:
+            return numbers(table, self.name)[:, None]
+        place = {word: number for number, word in enumerate(self.words)}
+        return np.eye(len(self.words))[[place[cell] for cell in cells]]
+
+
+@datasets.register("csv")
+@dataclass(frozen=True)
+class Csv(Files):
+    """Your own table: a CSV file with a header, a row for each sample, and a label column.
+
+    Columns of numbers are standardised by the training rows of all clients, and no others; columns
+    of words become a feature for each word.
+    """
+
+    path: str = option("", "the .csv file")
+    target: str = option("label", "the label column: what is to be predicted, in words or numbers")
+    client: str = option("", "the column that says whose a row is, with partition: given")
+    ignore: tuple[str, ...] = option((), "columns that are not used, such as an id")
+    categories: tuple[str, ...] = option((), "columns of numbers that stand for categories")
+    scale: Literal["standard", "none"] = option(
+        "standard",
+        "columns of numbers: mean 0, deviation 1 over all clients' training rows; or as they are",
+    )
+    separator: str = option(",", "what is between two cells")
+
+    def validate(self) -> None:
+        if len(self.separator) != 1:
+            raise ConfigError(f"{self.separator!r} is not one character", "separator")
+        if self.by_client and self.client:
+            raise ConfigError("files by client, so no column is needed", "client")
+
+    def belongs(self, entry: Path) -> bool:
+        return entry.suffix.lower() == ".csv"
+
+    def read_one(self, path: Path, labeled: bool) -> Contents:
+        raise NotImplementedError("words are numbered for all files at once: see read")
+
+    def read(self, labeled: bool) -> Contents:
+        tables = self._tables()
+        own = list(tables.values())
+        public = self.public if labeled and isinstance(self.public, Csv) else None
+        others = list(public._tables().values()) if public else []
+        features = self._features(own, others)
+        x = _encoded(features, own)
+        titles = tuple(title for feature in features for title in feature.titles())
+        plain = np.array([not feature.words for feature in features for _ in feature.titles()])
+        y, names = self._labels(own) if labeled else (None, ())
+        return Contents(
+            x,
+            y,
+            names,
+            self._client_ids(tables) if labeled else None,
+            public=_encoded(features, others) if others else None,
+            columns=titles,
+            unscaled=plain if self.scale == "standard" and plain.any() else None,
+        )
+
+    def _tables(self) -> dict[str, Table]:
+        """By client, where there is a file for each."""
+        path = Path(self.path).expanduser()
+        if not self.by_client:
+            return {"": read_table(path, self.separator)}
+        entries = self.entries(path)
+        return {name: read_table(entry, self.separator) for name, entry in entries.items()}
+
+    def _features(self, own: Sequence[Table], others: Sequence[Table]) -> list[Feature]:
+        first = own[0]
+        for name in (*self.ignore, *self.categories):
+            first.column(name, "ignore" if name in self.ignore else "categories")
+        aside = {self.target, self.client, *self.ignore}
+        names = [name for name in first.columns if name not in aside]
+        if not names:
+            raise DataError(f"{first.path} has no column beside the label")
+        return [self._feature(name, [*own, *others]) for name in names]
+
+    def _feature(self, name: str, tables: Sequence[Table]) -> Feature:
+        """Of numbers, if any cell is one: the cells that are none are then found, and named."""
+        columns = [table.column(name, "path") for table in tables]
+        if name not in self.categories and any(
+            is_number(cell) for cells in columns for cell in cells
+        ):
+            return Feature(name)
+        words: set[str] = set()
+        for table in tables:
+            cells = table.column(name, "path")
+            if "" in cells:
+                raise DataError(f"{table.cell(cells.index(''), name)} is empty")
+            words.update(cells)
+        if len(words) > MOST_WORDS:
+            raise DataError(
+                f"column '{name}' of {tables[0].path} has {len(words):,} different words: "
+                "if it names its rows, list it under 'ignore'"
+            )
+        return Feature(name, tuple(sorted(words)))
+
+    def _labels(self, tables: Sequence[Table]) -> tuple[np.ndarray, tuple[str, ...]]:
+        labels: list[str] = []
+        for table in tables:
+            cells = table.column(self.target, "target")
+            for row, cell in enumerate(cells):
+                if not cell:
+                    raise DataError(f"{table.cell(row, self.target)} is empty: a row needs a label")
+            labels += cells
+        return named_labels(labels, f"column '{self.target}'")
+
+    def _client_ids(self, tables: Mapping[str, Table]) -> np.ndarray | None:
+        if self.by_client:
+            return np.repeat(list(tables), [len(table) for table in tables.values()])
+        if self.client:
+            return np.array(tables[""].column(self.client, "client"))
+        return None
+
+
+def _encoded(features: Sequence[Feature], tables: Sequence[Table]) -> np.ndarray:
+    rows = [np.hstack([feature.values(table) for feature in features]) for table in tables]
+    return np.concatenate(rows)
+
+
+def read_table(path: Path, separator: str = ",") -> Table:
+    if not path.is_file():
+        raise DataError(f"no such file: {str(path)!r}")
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            return _read_rows(path, csv.reader(file, delimiter=separator, strict=True))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{path} cannot be read: {error}") from None
+
+
+def _read_rows(path: Path, rows: Iterator[list[str]]) -> Table:
+    header = [name.strip() for name in next(rows, [])]
+    if not any(header):
+        raise DataError(f"{path} is empty: the first line must name the columns")
+    for name in header:
+        if not name or header.count(name) > 1:
+            fault = f"is named '{name}', like another" if name else "has no name"
+            raise DataError(f"{path}: column {header.index(name) + 1} {fault}")
+    cells: list[list[str]] = []
+    lines: list[int] = []
+    for row in rows:
+        line: int = rows.line_num  # type: ignore[attr-defined]
+        if not row:
+            continue  # an empty line
+        if len(row) != len(header):
+            raise DataError(f"{path}, line {line}: {len(row)} cells, the header has {len(header)}")
+        cells.append([cell.strip() for cell in row])
+        lines.append(line)
+    if not cells:
+        raise DataError(f"{path} has a header and no rows")
+    columns = zip(*cells, strict=True)
+    return Table(
+        path, {name: list(column) for name, column in zip(header, columns, strict=True)}, lines
+    )
+
+
+def is_number(cell: str) -> bool:
+    try:
+        return bool(np.isfinite(float(cell)))
+    except ValueError:
+        return False
+
+
+def numbers(table: Table, name: str) -> np.ndarray:
+    """A column as numbers, or an error that says which cell is none."""
+    cells = table.columns[name]
+    bad = next((row for row, cell in enumerate(cells) if not is_number(cell)), None)
+    if bad is None:
+        return np.array([float(cell) for cell in cells])
+    if not cells[bad]:
+        raise DataError(f"{table.cell(bad, name)} is empty")
+    raise DataError(
+        f"{table.cell(bad, name)}: {cells[bad]!r} is not a number; "
+        "if the column holds categories, list it under 'categories'"
+    )

@@ -1,0 +1,221 @@
+"""Every key of a configuration, with its meaning, from the definitions that also check it."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, Literal, Union, get_args, get_origin
+
+from perfed.config import Comparison, Experiment
+from perfed.core.errors import ConfigError
+from perfed.core.registry import Component, Registry
+from perfed.core.schema import BOUNDS, Options
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One option."""
+
+    key: str
+    component: str
+    """Whose option it is, where that depends on a name: ``perfed-ckt``."""
+    values: str
+    default: str
+    meaning: str
+
+    def title(self) -> str:
+        return f"{self.key} ({self.component})" if self.component else self.key
+
+    def lines(self) -> list[str]:
+        return [self.title(), f"  {self.meaning}", f"  {self.values}; default: {self.default}"]
+
+
+def entries() -> list[Entry]:
+    """All there are, in the order of the definitions."""
+    return [*_entries(Experiment, ""), *_entries(Comparison, "", only=("algorithms", "seeds"))]
+
+
+def explain(key: str) -> list[str]:
+    """What is known of a key, a group of keys, or a name; an error where that is nothing."""
+    if ":" in key:
+        return component_lines(_imported(key), key)
+    known = entries()
+    key = key.replace("data.public.", "data.")  # a public set may be a dataset of its own
+    exact = [entry for entry in known if entry.key == key]
+    below = [entry for entry in known if entry.key.startswith(f"{key}.")]
+    if exact or below:
+        group = _group(key)
+        lines = [line for entry in exact for line in [*entry.lines(), ""]]
+        if group:
+            lines += _names(group)
+        elif below:
+            lines += [line for entry in below for line in [*entry.lines(), ""]]
+        return lines[:-1] if lines[-1] == "" else lines
+    named = list(_named(key))
+    if named:
+        return [line for cls, name in named for line in component_lines(cls, name)]
+    raise ConfigError(f"no such key{_hint(key, known)} ('perfed explain' lists all)", key)
+
+
+def overview() -> list[str]:
+    """A line for each key; where several components have an option, it is said once for each."""
+    known = entries()
+    width = max(len(entry.title()) for entry in known)
+    return [f"{entry.title():<{width}}  {entry.meaning}" for entry in known]
+
+
+def component_lines(cls: type[Component], name: str) -> list[str]:
+    """A component's sentence, and its options."""
+    lines = [f"{name} ({cls.registry.kind})", f"  {about(cls)}"]
+    for field in dataclasses.fields(cls):
+        entry = _entry(cls, field, "", name)
+        lines += [
+            f"  {entry.key}: {entry.meaning}",
+            f"    {entry.values}; default: {entry.default}",
+        ]
+    return lines
+
+
+def about(cls: type) -> str:
+    """The first sentence or two of its documentation."""
+    text = " ".join((cls.__doc__ or "").split("\n\n")[0].replace("``", "'").split())
+    if text.startswith(f"{cls.__name__}("):  # what dataclasses write by themselves
+        text = (sys.modules[cls.__module__].__doc__ or "").strip().partition("\n")[0]
+    return text
+
+
+def meaning(field: dataclasses.Field[Any]) -> str:
+    symbol, text = field.metadata.get("symbol", ""), field.metadata.get("help", "")
+    return f"{symbol}: {text}" if symbol else text
+
+
+def shown_default(field: dataclasses.Field[Any]) -> str:
+    value = field.default
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value)) or "none"
+    if isinstance(value, Options):
+        return "as below"
+    if value in ("", None) or value is dataclasses.MISSING:
+        return "none"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return str(value)
+
+
+def _entries(cls: type[Options], prefix: str, only: tuple[str, ...] = ()) -> Iterator[Entry]:
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        if only and field.name not in only:
+            continue
+        yield _entry(cls, field, prefix, "")
+        kind = _options_class(hints[field.name])
+        if kind is None:
+            continue
+        key = f"{prefix}{field.name}."
+        if issubclass(kind, Component):
+            if key != "algorithms.":  # as 'algorithm', each
+                yield from _component_entries(kind.registry, key)
+        else:
+            yield from _entries(kind, key)
+
+
+def _component_entries(registry: Registry[Any], prefix: str) -> Iterator[Entry]:
+    for name in registry:
+        for field in dataclasses.fields(registry[name]):
+            yield _entry(registry[name], field, prefix, name)
+
+
+def _entry(cls: type[Options], field: dataclasses.Field[Any], prefix: str, component: str) -> Entry:
+    hint = typing.get_type_hints(cls)[field.name]
+    values = _values(hint)
+    limits = [
+        f"{BOUNDS[name][1]} {field.metadata[name]}" for name in BOUNDS if name in field.metadata
+    ]
+    if limits:
+        values += f", {', '.join(limits)}"
+    return Entry(prefix + field.name, component, values, shown_default(field), meaning(field))
+
+
+def _options_class(hint: Any) -> type[Options] | None:
+    """The options a field holds, alone or several of them."""
+    if get_origin(hint) is tuple:
+        hint = get_args(hint)[0]
+    return hint if isinstance(hint, type) and issubclass(hint, Options) else None
+
+
+WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+
+
+def _values(hint: Any) -> str:
+    """What may be written there, in words."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return "one of " + ", ".join(map(str, arguments))
+    if origin is tuple:
+        return f"a list, each {_values(arguments[0])}"
+    if origin in (Union, types.UnionType):
+        kinds = [_values(kind) for kind in arguments if kind not in (type(None), Any)]
+        return " or ".join(kinds)
+    if isinstance(hint, type) and issubclass(hint, Component):
+        registry = hint.registry
+        article = "an" if registry.kind[0] in "aeiou" else "a"
+        return f"{article} {registry.kind}, by name: {', '.join(registry)}; or by import path"
+    if isinstance(hint, type) and issubclass(hint, Options):
+        return "keys and values"
+    return WORDS.get(hint, "anything")
+
+
+def _group(key: str) -> Registry[Any] | None:
+    """The registry a key chooses from."""
+    kind = _options_class(_hints_of(key))
+    return kind.registry if kind is not None and issubclass(kind, Component) else None
+
+
+def _hints_of(key: str) -> Any:
+    hint: Any = Comparison if key in ("algorithms", "seeds") else Experiment
+    for part in key.split("."):
+        holder = _options_class(hint)
+        if holder is None or issubclass(holder, Component):
+            return None
+        hint = typing.get_type_hints(holder).get(part)
+    return hint
+
+
+def _names(registry: Registry[Any]) -> list[str]:
+    width = max(map(len, registry))
+    return [f"  {name:<{width}}  {about(registry[name])}" for name in sorted(registry)]
+
+
+def _named(key: str) -> Iterator[tuple[type[Component], str]]:
+    """Components that go by a name, or by ``algorithm.NAME``."""
+    for prefix in ("algorithm", "data", "partition", "models.architectures"):
+        registry = _group(prefix)
+        assert registry is not None
+        name = key.removeprefix(f"{prefix}.")
+        if name in registry:
+            yield registry[name], name
+
+
+def _imported(path: str) -> type[Component]:
+    from perfed.core.objects import import_object
+
+    found = import_object(path)
+    if not (isinstance(found, type) and issubclass(found, Component)):
+        raise ConfigError(f"'{path}' has no options: it is no algorithm, dataset or partition")
+    return found
+
+
+def _hint(key: str, known: list[Entry]) -> str:
+    keys = list(dict.fromkeys(entry.key for entry in known))
+    last = key.rpartition(".")[2]
+    close = [name for name in keys if name.rpartition(".")[2] == last]
+    close = close or get_close_matches(key, keys, n=1, cutoff=0.6)
+    if not close:
+        ends = {name.rpartition(".")[2]: name for name in reversed(keys)}
+        close = [ends[end] for end in get_close_matches(last, ends, n=1, cutoff=0.6)]
+    return f"; did you mean {' or '.join(repr(name) for name in close[:3])}?" if close else ""

@@ -1,0 +1,75 @@
+"""An algorithm and a network in files outside the package, on every engine, and after a kill."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import perfed
+from perfed.runs.coordinator import RoundReport
+from tests.conftest import tiny
+
+ROOT = Path(__file__).parents[2]
+NET = """
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, input_shape, classes):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(), nn.LazyLinear(8), nn.LazyLinear(classes))
+
+    def forward(self, x):
+        return self.layers(x)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's working directory, with the algorithm of CONTRIBUTING.md."""
+    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    (tmp_path / "half_way_here.py").write_text(code)
+    (tmp_path / "net_here.py").write_text(NET)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(perfed.algorithms, "_classes", dict(perfed.algorithms._classes))
+    return tmp_path
+
+
+def own(path: str) -> perfed.Experiment:
+    return tiny(
+        algorithm={"name": path, "distance": 0.3},
+        models={
+            "architectures": ["net_here.py:Net", {"name": "mlp", "hidden": [8]}],
+            "assign": "shares",
+            "shares": [0.5, 0.5],
+        },
+    )
+
+
+class Stop(perfed.Callback):
+    def on_round(self, report: RoundReport) -> None:
+        if report.round == 0:
+            raise KeyboardInterrupt
+
+
+def numbers(result: perfed.Result) -> np.ndarray:
+    return result.per_client()["test_loss"].to_numpy()
+
+
+@pytest.mark.parametrize("path", ["half_way_here.py:HalfWay", "half_way_here:HalfWay"])
+def test_one_file_outside_the_package_works_with_every_engine(folder: Path, path: str) -> None:
+    engines: list[dict[str, Any]] = [{"engine": "stacked"}, {"engine": "ray", "workers": 2}]
+    plain = perfed.run(own(path), "plain", how=perfed.Execution(engine="sequential", device="cpu"))
+    assert plain.experiment.to_mapping()["algorithm"] == {"name": path, "distance": 0.3}
+    for options in engines:
+        how = perfed.Execution(device="cpu", checkpoint_seconds=0, **options)
+        with how.several_runs():
+            with pytest.raises(KeyboardInterrupt):
+                perfed.run(own(path), options["engine"], how=how, callbacks=[Stop()])
+            resumed = perfed.resume(options["engine"], how=how)
+        assert np.allclose(numbers(resumed), numbers(plain), atol=1e-3)
+    assert perfed.Result("plain").model(0)(torch.zeros(1, 1, 8, 8)).shape == (1, 10)

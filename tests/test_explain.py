@@ -1,0 +1,110 @@
+"""Every option of everything that is registered can be asked for, and means something."""
+
+import dataclasses
+from dataclasses import dataclass
+
+import pytest
+
+import perfed
+from perfed import Experiment, Training
+from perfed.config import Comparison
+from perfed.core.algorithm import Algorithm
+from perfed.core.errors import ConfigError
+from perfed.core.schema import option
+from perfed.explain import entries, explain, overview
+from perfed.models import Models
+
+REGISTRIES = {
+    "algorithm": perfed.algorithms,
+    "data": perfed.datasets,
+    "partition": perfed.partitions,
+    "models.architectures": perfed.architectures,
+}
+OPTIONS = [
+    (key, name, field.name)
+    for key, registry in REGISTRIES.items()
+    for name in registry
+    for field in dataclasses.fields(registry[name])
+]
+GROUPS = {"": Experiment, "training.": Training, "models.": Models, "split.": perfed.Split}
+
+
+@pytest.mark.parametrize(("key", "name", "option"), OPTIONS)
+def test_every_option_of_every_component_is_explained(key: str, name: str, option: str) -> None:
+    lines = explain(f"{key}.{option}")
+    place = lines.index(f"{key}.{option} ({name})")
+    field = next(f for f in dataclasses.fields(REGISTRIES[key][name]) if f.name == option)
+    assert lines[place + 1].strip().endswith(field.metadata["help"])
+    assert len(field.metadata["help"]) > 2
+    assert "; default: " in lines[place + 2]
+    assert any(line.strip().startswith(option) for line in explain(name))
+
+
+@pytest.mark.parametrize(
+    "key",
+    [f"{prefix}{field.name}" for prefix, cls in GROUPS.items() for field in dataclasses.fields(cls)]
+    + ["algorithms", "seeds"],
+)
+def test_every_key_of_an_experiment_is_explained(key: str) -> None:
+    title, meaning, values, *_ = explain(key)
+    assert title == key
+    assert len(meaning.strip()) > 2
+    assert "; default: " in values
+
+
+def test_nothing_is_left_out_and_nothing_is_there_twice() -> None:
+    titles = [entry.title() for entry in entries()]
+    assert len(set(titles)) == len(titles)
+    assert len(overview()) == len(titles)
+    keys = {entry.key for entry in entries()}
+    for cls in (Experiment, Comparison):
+        assert {f.name for f in dataclasses.fields(cls)} - {"experiment"} <= keys
+
+
+def test_values_and_defaults_in_words() -> None:
+    assert explain("training.steps") == [
+        "training.steps",
+        "  τ: SGD steps a round",
+        "  a whole number, at least 1; default: 10",
+    ]
+    assert explain("selection")[2] == "  one of by-size, uniform; default: by-size"
+    assert "default: 0.1, 0.3, 0.4" in explain("split.train")[2]
+    assert explain("data.by_client")[2] == "  true or false; default: false"
+    assert any("a whole number or a dataset, by name: " in line for line in explain("data.public"))
+    assert [line.split()[0] for line in explain("partition")[4:]] == sorted(perfed.partitions)
+    assert explain("data.public.size") == explain("data.size")
+
+
+@dataclass(frozen=True)
+class Mine(Algorithm):
+    """Mine, and nobody else's."""
+
+    often: int = option(2, "how often", ge=1)
+
+
+def test_a_users_own_by_import_path() -> None:
+    assert explain(f"{__name__}:Mine") == [
+        f"{__name__}:Mine (algorithm)",
+        "  Mine, and nobody else's.",
+        "  often: how often",
+        "    a whole number, at least 1; default: 2",
+    ]
+    with pytest.raises(ConfigError, match="has no options"):
+        explain(f"{__name__}:REGISTRIES")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("training.step", "did you mean 'training.steps'?"),
+        ("clusters", "did you mean 'algorithm.clusters'?"),
+        ("trainning", "did you mean 'training'?"),
+        ("algorithm.clusterz", "did you mean 'algorithm.clusters'?"),
+        ("wieght", "did you mean 'algorithm.weight'?"),
+        ("xyzzy", "no such key ('perfed explain' lists all)"),
+    ],
+)
+def test_a_wrong_key_gives_the_right_one(wrong: str, right: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        explain(wrong)
+    assert right in str(caught.value)
