@@ -1,0 +1,210 @@
+"""PerFed-Evidence against its formulas, written out by hand, and what must follow from them."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import perfed
+from perfed.algorithms.perfed_evidence import (
+    RIDGE,
+    SMALLEST_PROBABILITY,
+    SMALLEST_SHARE,
+    label_mix,
+    pooled_evidence,
+    trusts,
+)
+from perfed.core.message import Message
+from perfed.core.streams import stream_key, uniform_indices
+from tests.conftest import played, simulate, tiny
+
+CLASSES = 4
+
+
+def softmax(z: np.ndarray) -> np.ndarray:
+    e = np.exp(z - z.max(axis=-1, keepdims=True))
+    return e / e.sum(axis=-1, keepdims=True)
+
+
+def random_decisions(clients: int, samples: int, seed: int = 0) -> np.ndarray:
+    random = np.random.default_rng(seed)
+    return softmax(2 * random.normal(size=(clients, samples, CLASSES)))
+
+
+def by_brute_force(decisions: np.ndarray, samples: np.ndarray) -> np.ndarray:
+    """The least squares of the module's docstring, with ℓ and every c_k(x) as unknowns."""
+    spoken = decisions.mean(1) + SMALLEST_SHARE
+    spoken /= spoken.sum(1, keepdims=True)
+    clients, size, classes = decisions.shape
+    ridge = RIDGE * samples.sum() / clients
+    evidence = np.zeros((size, classes))
+    for x in range(size):
+        rows, wanted = [], []
+        for k in range(clients):
+            for y in range(classes):
+                weight = np.sqrt(samples[k] * spoken[k, y])
+                row = np.zeros(classes + clients)
+                row[y] = row[classes + k] = weight
+                rows.append(row)
+                ratio = np.log(max(decisions[k, x, y], SMALLEST_PROBABILITY) / spoken[k, y])
+                wanted.append(weight * ratio)
+        for y in range(classes):
+            row = np.zeros(classes + clients)
+            row[y] = np.sqrt(ridge)
+            rows.append(row)
+            wanted.append(0.0)
+        evidence[x] = np.linalg.lstsq(np.array(rows), np.array(wanted), rcond=None)[0][:classes]
+    return evidence - evidence.mean(1, keepdims=True)
+
+
+@pytest.mark.usefixtures("float64")
+def test_the_evidence_is_the_least_squares_solution() -> None:
+    decisions, samples = random_decisions(clients=5, samples=3), np.array([3.0, 40, 7, 1, 12])
+    found = pooled_evidence(torch.tensor(decisions), torch.tensor(samples))
+    assert np.allclose(found.numpy(), by_brute_force(decisions, samples), atol=1e-9)
+
+
+def experts(likelihood: np.ndarray, pairs: list[tuple[int, int]]) -> torch.Tensor:
+    """What clients say who each know two classes, equally often, and know them perfectly."""
+    said = np.full((len(pairs), *likelihood.shape), 1e-9)
+    for k, (a, b) in enumerate(pairs):
+        said[k][:, [a, b]] = likelihood[:, [a, b]] / likelihood[:, [a, b]].sum(1, keepdims=True)
+    return torch.tensor(said / said.sum(2, keepdims=True))
+
+
+def test_experts_for_two_classes_each_make_one_for_all() -> None:
+    """Nobody has seen more than two of four classes; pooled, they tell all four apart."""
+    random = np.random.default_rng(1)
+    label = np.repeat(np.arange(CLASSES), 50)
+    likelihood = np.exp(random.normal(size=(200, CLASSES)) + 3 * np.eye(CLASSES)[label])
+    chain = experts(likelihood, [(0, 1), (1, 2), (2, 3)])
+    evidence = pooled_evidence(chain, torch.full((3,), 20))
+    right = (evidence.argmax(1).numpy() == label).mean()
+    best = (likelihood.argmax(1) == label).mean()
+    assert best > 0.9
+    assert right > best - 0.05
+    mean = chain.mean(0)  # what one centroid would teach
+    assert right > (mean.argmax(1).numpy() == label).mean() + 0.1
+
+
+def test_a_client_of_one_label_has_nothing_to_say() -> None:
+    decisions = torch.tensor(random_decisions(clients=4, samples=20))
+    samples = torch.tensor([5, 10, 20, 8])
+    stubborn = torch.full((1, 20, CLASSES), 1e-6, dtype=torch.float64)
+    stubborn[..., 2] = 1
+    alone = pooled_evidence(decisions, samples)
+    joined = pooled_evidence(torch.cat([decisions, stubborn]), torch.cat([samples, samples[:1]]))
+    assert torch.allclose(alone, joined, atol=0.01)
+
+
+@pytest.mark.usefixtures("float64")
+@given(st.lists(st.integers(0, 30), min_size=2, max_size=6).filter(any), st.randoms())
+def test_a_label_mix_is_a_distribution_that_follows_the_counts(counts: list[int], random) -> None:
+    mix = label_mix(torch.tensor(counts))
+    assert torch.isclose(mix.sum(), torch.tensor(1.0))
+    assert (mix > 0).all()
+    order = list(range(len(counts)))
+    random.shuffle(order)
+    assert torch.allclose(label_mix(torch.tensor(counts)[order]), mix[order])
+    many = label_mix(1000 * torch.tensor(counts))
+    assert torch.allclose(many, torch.tensor(counts) / sum(counts), atol=0.02)
+
+
+def test_five_samples_tell_a_client_of_one_label_from_one_of_all() -> None:
+    assert label_mix(torch.tensor([5, 0, 0, 0, 0]))[0] > 0.9
+    assert label_mix(torch.tensor([1, 1, 1, 1, 1])).max() < 0.25
+
+
+@pytest.mark.parametrize(
+    ("wins", "losses", "win_share", "expected"),
+    [
+        (0, 0, 0.5, False),
+        (0, 0, 0.85, False),
+        (0, 0, 0.95, True),  # nobody else regrets it
+        (1, 1, 0.95, True),
+        (0, 1, 0.99, False),  # its own samples speak against it
+        (1, 0, 0.4, False),  # one sample, where most others regret it
+        (1, 0, 0.6, True),
+        (2, 0, 0.4, True),
+        (9, 1, 0.1, True),
+    ],
+)
+def test_when_a_client_uses_the_taught_model(wins, losses, win_share, expected) -> None:
+    contest = torch.tensor([float(wins), float(losses)])
+    assert bool(trusts(contest, torch.tensor(win_share))) is expected
+
+
+def test_the_model_trained_alone_is_local_training_to_the_bit() -> None:
+    models = {"architectures": ["mlp", {"name": "cnn", "batchnorm": True}]}
+    evidence = played(3, algorithm="perfed-evidence", models=models)
+    local = played(3, algorithm={"name": "local", "participation": "drawn"}, models=models)
+    drawn = 0
+    for client, record in evidence.population.records.items():
+        if "alone" in record.state:
+            drawn += 1
+            ours, theirs = record.state["alone"], local.population.record(client).weights
+            assert all(torch.equal(ours.params[name], theirs.params[name]) for name in ours.params)
+    assert drawn
+
+
+@pytest.mark.usefixtures("float64")
+def test_one_step_is_the_gradient_of_the_objective() -> None:
+    rate, weight, batch, public_batch, round, client = 0.3, 1.7, 5, 4, 2, 1
+    simulation = simulate(
+        models={"architectures": [{"name": "mlp", "hidden": []}]},
+        algorithm={"name": "perfed-evidence", "weight": weight},
+        training={
+            "learning_rate": rate,
+            "steps": 1,
+            "batch_size": batch,
+            "public_batch_size": public_batch,
+        },
+    )
+    evidence = torch.randn(30, 10, generator=torch.Generator().manual_seed(0))
+    message = Message(evidence=evidence, win_share=torch.tensor(0.5))
+    population = simulation.population
+    _, records = population.run(simulation.algorithm.client_round, {client: message}, round)
+
+    before = population.initial_weights("mlp(hidden=)").params
+    w, b = before["1.weight"].numpy(), before["1.bias"].numpy()
+    samples, train = simulation.federation.samples, simulation.federation.splits[client].train
+    counts = np.bincount(samples.y[train], minlength=10)
+    mix = label_mix(torch.tensor(counts)).numpy()
+    log_attention = np.log(mix / 2 + 1 / 20)
+
+    def drawn(what: str, count: int, bound: int) -> np.ndarray:
+        key = stream_key(0, f"{what}-batches/0", client, round)
+        return uniform_indices(key, (1, count), bound, torch.device("cpu"))[0].numpy()
+
+    chosen = train[drawn("private", batch, len(train))]
+    x = samples.x[chosen].reshape(batch, 64).astype(float)
+    error = softmax(x @ w.T + b + np.log(mix)) - np.eye(10)[samples.y[chosen]]
+    grad_w, grad_b = error.T @ x / batch, error.sum(0) / batch
+    for index in drawn("public", public_batch, 30):
+        p = samples.public_x[index].reshape(64).astype(float)
+        s = softmax(w @ p + b + log_attention)
+        difference = s - softmax(evidence[index].numpy() + log_attention)
+        dz = 2 * (np.diag(s) - np.outer(s, s)) @ difference * weight / public_batch
+        grad_w, grad_b = grad_w + np.outer(dz, p), grad_b + dz
+    after = records[client].weights.params
+    assert np.allclose(after["1.weight"].numpy(), w - rate * grad_w, atol=1e-10)
+    assert np.allclose(after["1.bias"].numpy(), b - rate * grad_b, atol=1e-10)
+
+
+def test_a_saved_model_predicts_as_it_was_judged(tmp_path: Path) -> None:
+    result = perfed.run(
+        tiny(algorithm={"name": "perfed-evidence", "keep_alone": False}), tmp_path / "run"
+    )
+    frame = result.per_client()
+    last = frame[frame["round"] == frame["round"].max()]
+    simulation = simulate(algorithm={"name": "perfed-evidence", "keep_alone": False})
+    federation = simulation.federation
+    for client in range(3):
+        test = federation.splits[client].test
+        logits = result.model(client)(torch.tensor(federation.samples.x[test]).float())
+        accuracy = (logits.argmax(1).numpy() == federation.samples.y[test]).mean()
+        recorded = last[last["client"] == client]["test_accuracy"].item()
+        assert accuracy == pytest.approx(recorded)
