@@ -13,6 +13,7 @@ import sys
 from committed import ROOT, machine, result
 from guide_blocks import BLOCKS as GUIDE_BLOCKS
 from paper_blocks import BLOCKS as PAPER_BLOCKS
+from successor_blocks import BLOCKS as SUCCESSOR_BLOCKS
 
 from perfed.bench import render as render_bench
 from perfed.report.tables import spread, summary_table
@@ -26,6 +27,7 @@ DOCUMENTS = (
     "docs/index.md",
     "docs/choosing.md",
     "docs/options.md",
+    "docs/successor.md",
 )
 
 
@@ -254,6 +256,7 @@ BLOCKS = {
     "tuning": tuning,
     **PAPER_BLOCKS,
     **GUIDE_BLOCKS,
+    **SUCCESSOR_BLOCKS,
     "bench-h200": lambda: engines("bench_h200"),
     "bench-cpu": lambda: engines("bench_cpu"),
     "profile": profile,

@@ -12,6 +12,7 @@ from perfed.core.channel import Channel
 from perfed.core.message import Message
 from perfed.core.streams import stream_key
 from perfed.engines.base import Sgd
+from perfed.runs.result import tensors_of
 from perfed.runs.simulation import Simulation
 from tests.conftest import played, simulate
 
@@ -265,6 +266,6 @@ def test_no_algorithm_looks_at_test_data(name: str, tmp_path: Path) -> None:
             for k, m in messages.items()
             for model in simulation.population.models(k, m, 3).values()
         ]
-        return [m.params if hasattr(m, "params") else {"logits": m.logits} for m in judged]
+        return [tensors_of(model) for model in judged]
 
     assert_equal(trained(True), trained(False))

@@ -138,16 +138,8 @@ def build_module(architecture: Architecture, shape: Shape, classes: int) -> nn.M
 
 
 def _check_parameters(label: str, module: nn.Module) -> None:
-    parameters = dict(module.named_parameters())
-    if not parameters:
-        raise ConfigError(f"'{label}' has no parameters: nothing in it can learn", "models")
-    frozen = [name for name, parameter in parameters.items() if not parameter.requires_grad]
-    if frozen:
-        raise ConfigError(
-            f"'{label}' has frozen parameters ('{frozen[0]}'), but clients train all there are: "
-            "keep what is not to be trained in buffers",
-            "models",
-        )
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise ConfigError(f"'{label}' has no parameters to train: nothing in it learns", "models")
 
 
 def _by(shape: Shape) -> str:
