@@ -9,4 +9,5 @@ perfed compare digits-groups --seeds 0-2 --json --out runs/all-algorithms \
     -a per-fedavg -a ditto -a fedfomo -a hypcluster,clusters=3 \
     -a perfed-ckt,clusters=1,weight=1.0 -a perfed-ckt,clusters=2,weight=1.0 \
     -a perfed-ckt,clusters=3,weight=1.0 -a perfed-ckt,clusters=4,weight=1.0 \
+    -a perfed-evidence \
     > benchmarks/results/all_algorithms.json

@@ -43,10 +43,10 @@ def comparison(family: str) -> str:
     note = (
         f"{FAMILIES[family]}, {record['config']['clients']} clients, "
         f"{record['config']['rounds']} rounds, seeds {record['seeds']}. Accuracy: mean over "
-        "clients, ± standard deviation over seeds. Above local: points above the client's own model trained "
-        "alone at the same times, mean over the clients of all seeds ± its standard error; n < 10: "
-        "of clients with fewer than ten training samples. Harmed: clients more than 2 points below "
-        f"their local model {machine(record['environment'])}."
+        "clients, ± standard deviation over seeds. Above local: points above the client's own "
+        "model trained alone at the same times, mean over the clients of all seeds ± its "
+        "standard error; n < 10: of clients with fewer than ten training samples. Harmed: clients "
+        f"more than 2 points below their local model {machine(record['environment'])}."
     )
     tables[-1] = Table(tables[-1].title, tables[-1].header, tables[-1].rows, note)
     return layout.markdown(tables)
