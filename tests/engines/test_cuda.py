@@ -91,3 +91,16 @@ def test_the_papers_networks_are_mapped_on_the_gpu(name: str) -> None:
     module = perfed.architectures.build(name).build((3, 32, 32), 10).cuda()
     images = torch.randn(4, 3, 32, 32, device="cuda")
     assert StackedModule(module, images).obstacle is None
+
+
+@pytest.mark.parametrize("algorithm", ["perfed-ckt", "perfed-evidence"])
+def test_a_ray_worker_on_the_gpu_gives_what_stacked_gives(algorithm: str, tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    models = ["mlp", {"name": "cnn", "batchnorm": True}]
+    spec = {"name": algorithm, "clusters": 2} if algorithm == "perfed-ckt" else algorithm
+    found = {}
+    for engine, workers in (("stacked", 0), ("ray", 1)):
+        how = Execution(device="cuda", engine=engine, workers=workers)
+        result = perfed.run(tiny(algorithm=spec, models=models), tmp_path / engine, how=how)
+        found[engine] = result.per_client()["test_loss"].tolist()
+    assert found["ray"] == pytest.approx(found["stacked"], rel=1e-6)
