@@ -13,6 +13,7 @@ import sys
 from committed import ROOT, machine, result
 from guide_blocks import BLOCKS as GUIDE_BLOCKS
 from paper_blocks import BLOCKS as PAPER_BLOCKS
+from screening_blocks import BLOCKS as SCREENING_BLOCKS
 from successor_blocks import BLOCKS as SUCCESSOR_BLOCKS
 
 from perfed.bench import render as render_bench
@@ -257,6 +258,7 @@ BLOCKS = {
     **PAPER_BLOCKS,
     **GUIDE_BLOCKS,
     **SUCCESSOR_BLOCKS,
+    **SCREENING_BLOCKS,
     "bench-h200": lambda: engines("bench_h200"),
     "bench-cpu": lambda: engines("bench_cpu"),
     "profile": profile,
