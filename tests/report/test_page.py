@@ -135,7 +135,7 @@ def test_pointing_at_a_mark_says_what_it_is(written: Path, tab: Page) -> None:
         if chart == "distribution":
             assert re.match(r".+, seed \d, client \d: [\d.]+ %\n\d+ training samples", said)
         else:
-            assert re.match(r"client \d \(mlp.*\), round [34]\n(cluster [AB], chosen|not dr)", said)
+            assert re.match(r"client \d, mlp.*, round [34]\n(cluster [AB], chosen|not dr)", said)
             assert text.startswith("grid:")
     assert tab.errors() == []
 
