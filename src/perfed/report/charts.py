@@ -288,6 +288,8 @@ def gains(curves: Sequence[Series]) -> Chart | None:
             axes.plot([low, high], [mean, mean], color=theme.INK, lw=2, solid_capstyle="butt")
         _plain_log(axes)
         axes.set_title(_short(curve.label))
+        bottom, top = axes.get_ylim()
+        axes.set_ylim(min(bottom, -1), max(top, 1))  # where nobody gains, no tiny numbers
         text = (
             f"{curve.label}: {(gained > 0).sum()} of {len(gained)} clients gain, "
             f"{(gained < 0).sum()} lose; {_points(gained.mean())} points on average, "
@@ -413,7 +415,9 @@ def labels_per_client(runs: Sequence[Run]) -> Chart | None:
     names = [_short(name, 16) for name in run.class_names] or list(map(str, range(classes)))
     left = 0.4 + 0.07 * max(map(len, names))
     figure, axes = theme.canvas(0.75 + min(2.6, 0.22 * classes + 0.2), left=left)
-    chart = Chart("labels", f"Training labels of each client: seed {run.seed}", figure)
+    several = len({repr(other.clients_setting) for other in runs}) > 1
+    whose = run.title if several else f"seed {run.seed}"
+    chart = Chart("labels", f"Training labels of each client: {whose}", figure)
     centre = counts @ np.arange(classes) / np.maximum(counts.sum(1), 1)
     order = sorted(range(clients), key=lambda client: (counts[client].argmax(), centre[client]))
     places, labels = np.nonzero(counts[order])
@@ -692,7 +696,8 @@ def _grid_tip(run: Run, found: Membership) -> str:
 
 def _populations(found: Membership) -> list[str]:
     last = [choices[max(choices)] for choices in found.chosen.values() if choices]
-    words = [f"{letter(c)}: {last.count(c)} clients" for c in range(found.count) if c in last]
+    counts = {c: last.count(c) for c in range(found.count) if c in last}
+    words = [f"{letter(c)}: {n} client{'s' if n > 1 else ''}" for c, n in counts.items()]
     never = len(found.chosen) - len(last)
     return words + ([f"never drawn: {never}"] if never else [])
 

@@ -23,7 +23,6 @@ IN_A_NAME = ("name", "about", "seed", "algorithm")  # do not set two runs of a m
 MOST_IN_A_NAME = 2  # settings; runs that differ in more go by their folders
 
 CLIENTS = ("clients", "data", "partition", "split")
-"""Settings that say who the clients are, and what they have."""
 
 ALONE = 4  # the colour of a single curve: blue
 
@@ -51,6 +50,15 @@ class Run:
     @cached_property
     def directory(self) -> RunDirectory:
         return RunDirectory(self.path)
+
+    @cached_property
+    def setting(self) -> dict[str, Any]:
+        return _setting(self.result)
+
+    @property
+    def clients_setting(self) -> dict[str, Any]:
+        """What says who the clients are, and what they have."""
+        return {key: self.setting[key] for key in CLIENTS}
 
     @cached_property
     def lines(self) -> list[dict[str, Any]]:
@@ -143,12 +151,6 @@ class Series:
     @property
     def algorithm(self) -> str:
         return self.runs[0].result.experiment.algorithm.registered_name
-
-    @cached_property
-    def setting(self) -> dict[str, Any]:
-        """Everything but the method."""
-        mapping = self.runs[0].result.experiment.to_mapping()
-        return {key: value for key, value in mapping.items() if key not in IN_A_NAME}
 
     @property
     def rounds(self) -> list[int]:
@@ -244,10 +246,7 @@ def planned(paths: Sequence[Path]) -> int:
 def _labels(results: Sequence[Result], folders: Sequence[str]) -> list[str]:
     """Algorithms; where runs differ in one or two other settings, those; and the folder that was
     named, where that tells no run from another or runs differ in more."""
-    settings = [
-        flat({k: v for k, v in r.experiment.to_mapping().items() if k not in IN_A_NAME})
-        for r in results
-    ]
+    settings = [flat(_setting(result)) for result in results]
     names = dict.fromkeys(key for setting in settings for key in setting)
     differ = [n for n in names if len({repr(setting.get(n)) for setting in settings}) > 1]
     methods = [result.experiment.algorithm.label() for result in results]
@@ -264,6 +263,12 @@ def _labels(results: Sequence[Result], folders: Sequence[str]) -> list[str]:
         label if times[label, seed] == 1 else named
         for label, seed, named in zip(labels, seeds, by_folder, strict=True)
     ]
+
+
+def _setting(result: Result) -> dict[str, Any]:
+    """Everything but the method."""
+    mapping = result.experiment.to_mapping()
+    return {key: value for key, value in mapping.items() if key not in IN_A_NAME}
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -293,13 +298,13 @@ def series(runs: Sequence[Run]) -> list[Series]:
 
 def alone(curve: Series, curves: Sequence[Series]) -> Series | None:
     """Local training of the same clients; of several, that with the most settings in common."""
-    own = curve.setting
+    own = curve.runs[0]
 
     def differences(other: Series) -> int:
-        return sum(own[key] != value for key, value in other.setting.items())
+        return sum(own.setting[key] != value for key, value in other.runs[0].setting.items())
 
     local = [c for c in curves if c.algorithm == "local"]
-    alike = [c for c in local if all(c.setting[key] == own[key] for key in CLIENTS)]
+    alike = [c for c in local if c.runs[0].clients_setting == own.clients_setting]
     return min(alike, key=differences, default=None)
 
 

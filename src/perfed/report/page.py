@@ -31,11 +31,8 @@ class Report:
     runs: Sequence[Run]
     curves: Sequence[Series]
     charts: Sequence[Chart]
-
-    @property
-    def over(self) -> bool:
-        """Whether nothing more is to come."""
-        return len(self.runs) == gather.planned(self.paths) and all(run.over for run in self.runs)
+    over: bool
+    """Whether all there will ever be is in it."""
 
     def write(self, path: Path, watched: bool = False) -> Path:
         """The page; one that is watched reloads itself until its runs are over."""
@@ -61,9 +58,11 @@ def draw(paths: Sequence[Path]) -> Report:
     import matplotlib as mpl
 
     runs = gather.read(paths)
+    # Asked before the rounds are read: a run may end meanwhile.
+    over = len(runs) == gather.planned(paths) and all(run.over for run in runs)
     curves = gather.series(runs)
     with mpl.rc_context(theme.RC):
-        return Report(paths, runs, curves, charts(runs, curves))
+        return Report(paths, runs, curves, charts(runs, curves), over)
 
 
 def watch(paths: Sequence[Path], out: Path) -> Report:
