@@ -70,7 +70,10 @@ def test_values_and_defaults_in_words() -> None:
     assert explain("selection")[2] == "  one of by-size, uniform; default: by-size"
     assert "default: 0.1, 0.3, 0.4" in explain("split.train")[2]
     assert explain("data.by_client")[2] == "  true or false; default: false"
-    assert any("a whole number or a dataset, by name: " in line for line in explain("data.public"))
+    assert any(
+        "a whole number, at least 0, or a dataset, by name: " in line
+        for line in explain("data.public")
+    )
     assert [line.split()[0] for line in explain("partition")[4:]] == sorted(perfed.partitions)
     assert explain("data.public.size") == explain("data.size")
 

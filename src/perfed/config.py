@@ -6,10 +6,10 @@ import functools
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 from perfed.core.algorithm import Algorithm
 from perfed.core.errors import ConfigError, did_you_mean
@@ -176,8 +176,15 @@ def apply_override(values: dict[str, Any], text: str) -> None:
         raise ConfigError(f"'{text}' is not of the form key=value", "--set")
     *path, last = key.split(".")
     for one, many in (("algorithm", "algorithms"), ("seed", "seeds")):
-        if key.split(".")[0] == one:  # one in the place of several
+        if key == one:  # one in the place of several
             values.pop(many, None)
+    if path and path[0] == "algorithm" and "algorithms" in values:
+        raise ConfigError(
+            "there are several algorithms: choose one first, as --set algorithm=perfed-ckt",
+            f"--set {key}",
+        )
+    if path:
+        _open(values, path[0])
     node = values
     for level in path:
         inner = node.get(level, {})
@@ -188,6 +195,19 @@ def apply_override(values: dict[str, Any], text: str) -> None:
         node[level] = inner
         node = inner
     node[last] = load_yaml(value, f"--set {key}")
+
+
+def _open(values: dict[str, Any], section: str) -> None:
+    """Write a section out, so that a key inside it can be set: the default's name where there is
+    none, and short forms such as 'models: cnn'."""
+    kind = get_type_hints(Experiment).get(section)
+    if not (isinstance(kind, type) and issubclass(kind, Options)):
+        return
+    default = {field.name: field.default for field in fields(Experiment)}[section]
+    if section in values:
+        values[section] = kind.expand(values[section])
+    elif isinstance(default, str):
+        values[section] = default
 
 
 def load_yaml(text: str, where: str) -> Any:

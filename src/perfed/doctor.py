@@ -31,6 +31,11 @@ COMFORT = {  # training does without them
 EXTRAS = {
     "flower": "a real federation between machines",
     "ray": "--engine ray",
+    "huggingface": "data sets of the Hugging Face Hub",
+    "parquet": "perfed export --format parquet",
+    "tensorboard": "--tensorboard",
+    "mlflow": "--mlflow",
+    "wandb": "--wandb (Weights & Biases)",
     "docs": "building the documentation",
 }
 FOR_DEVELOPERS = "dev"

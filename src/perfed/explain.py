@@ -132,12 +132,10 @@ def _component_entries(registry: Registry[Any], prefix: str) -> Iterator[Entry]:
 
 def _entry(cls: type[Options], field: dataclasses.Field[Any], prefix: str, component: str) -> Entry:
     hint = typing.get_type_hints(cls)[field.name]
-    values = _values(hint)
     limits = [
-        f"{BOUNDS[name][1]} {field.metadata[name]}" for name in BOUNDS if name in field.metadata
+        f", {BOUNDS[name][1]} {field.metadata[name]}" for name in BOUNDS if name in field.metadata
     ]
-    if limits:
-        values += f", {', '.join(limits)}"
+    values = _values(hint, "".join(limits))
     return Entry(prefix + field.name, component, values, shown_default(field), meaning(field))
 
 
@@ -151,23 +149,23 @@ def _options_class(hint: Any) -> type[Options] | None:
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
-def _values(hint: Any) -> str:
-    """What may be written there, in words."""
+def _values(hint: Any, limits: str = "") -> str:
+    """What may be written there, in words; limits are those of numbers."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Literal:
         return "one of " + ", ".join(map(str, arguments))
     if origin is tuple:
-        return f"a list, each {_values(arguments[0])}"
+        return f"a list, each {_values(arguments[0], limits)}"
     if origin in (Union, types.UnionType):
-        kinds = [_values(kind) for kind in arguments if kind not in (type(None), Any)]
-        return " or ".join(kinds)
+        kinds = [_values(kind, limits) for kind in arguments if kind not in (type(None), Any)]
+        return ", or ".join(kinds) if limits else " or ".join(kinds)
     if isinstance(hint, type) and issubclass(hint, Component):
         registry = hint.registry
         article = "an" if registry.kind[0] in "aeiou" else "a"
         return f"{article} {registry.kind}, by name: {', '.join(registry)}; or by import path"
     if isinstance(hint, type) and issubclass(hint, Options):
         return "keys and values"
-    return WORDS.get(hint, "anything")
+    return WORDS.get(hint, "anything") + (limits if hint in (int, float) else "")
 
 
 def _group(key: str) -> Registry[Any] | None:

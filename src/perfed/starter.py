@@ -18,7 +18,7 @@ import numpy as np
 
 from perfed.config import Comparison, Experiment, parse
 from perfed.core.algorithm import algorithms
-from perfed.core.errors import ConfigError, PerfedError, did_you_mean
+from perfed.core.errors import ConfigError, PerfedError, did_you_mean, shape_text
 from perfed.core.registry import Component
 from perfed.core.schema import Options, plain
 from perfed.core.tensorfile import write_atomically
@@ -143,7 +143,7 @@ class Start:
         return "cnn" if len(shape) == 3 and min(shape[1:]) >= 8 else "mlp"
 
     def described(self) -> str:
-        shape = "×".join(map(str, self.samples.x.shape[1:]))
+        shape = shape_text(self.samples.x.shape[1:])
         names = self.samples.origin.get("classes", [])
         few = f" ({', '.join(names[:5])}{', …' if len(names) > 5 else ''})" if names else ""
         return (

@@ -94,6 +94,28 @@ def test_overrides_reach_inside_and_short_forms() -> None:
         apply_override(values, "rounds.more=1")
 
 
+def test_an_override_inside_what_is_not_given_starts_from_the_default() -> None:
+    values: dict[str, object] = {"models": "cnn"}
+    for text in ("data.public=100", "partition.groups=2", "algorithm.clusters=2"):
+        apply_override(values, text)
+    apply_override(values, "models.initial=own")
+    experiment = from_mapping(Experiment, values)
+    assert to_mapping(experiment)["data"] == {"name": "digits", "public": 100}
+    assert to_mapping(experiment)["partition"]["groups"] == 2
+    assert experiment.algorithm.label() == "perfed-ckt (c=2, λ=2)"
+    assert [one.label() for one in experiment.models.architectures] == ["cnn"]
+    assert experiment.models.initial == "own"
+
+
+def test_an_override_inside_one_of_several_algorithms_must_say_which() -> None:
+    values: dict[str, object] = {"algorithms": ["local", "perfed-ckt"]}
+    with pytest.raises(ConfigError, match=r"^--set algorithm\.clusters: there are several"):
+        apply_override(values, "algorithm.clusters=2")
+    apply_override(values, "algorithm=perfed-ckt")
+    apply_override(values, "algorithm.clusters=2")
+    assert values == {"algorithm": {"name": "perfed-ckt", "clusters": 2}}
+
+
 def test_numbers_may_be_written_as_people_write_them() -> None:
     for text, value in (("1e-3", 0.001), ("1E5", 1e5), (".5e1", 5.0), ("-2.e-1", -0.2), ("3", 3)):
         assert load_yaml(text, "test") == value

@@ -158,6 +158,20 @@ def test_a_silent_method_alone_has_no_communication_chart(tmp_path: Path) -> Non
     assert names == ["accuracy", "distribution", "labels", "time"]
 
 
+def test_classes_and_clients_go_by_the_names_the_data_gives_them(tmp_path: Path) -> None:
+    rows = [f"{n},{'cat' if n % 2 else 'dog'},{'north' if n < 30 else 'south'}" for n in range(60)]
+    (tmp_path / "own.csv").write_text("\n".join(["x,kind,site", *rows]))
+    data = {"name": "csv", "path": str(tmp_path / "own.csv"), "target": "kind", "client": "site"}
+    few = {"rounds": 1, "clients": 2, "clients_per_round": 1}
+    perfed.run(tiny(algorithm="local", data=data, partition="given", **few), tmp_path / "run")
+    drawn = {chart.name: chart for chart in page.draw([tmp_path / "run"]).charts}
+    labels = drawn["labels"]
+    shown = [text.get_text() for text in labels.figure.axes[0].get_yticklabels()]
+    assert shown == ["cat", "dog"]
+    tips = [tip for tips in labels.tips.values() for tip in tips]
+    assert any("(north)" in tip and "of label cat" in tip for tip in tips)
+
+
 def test_the_same_runs_give_the_same_page(comparison: perfed.ComparisonResult) -> None:
     run = comparison.results[6].path
     one, other = (page.html(page.draw([run])) for _ in range(2))

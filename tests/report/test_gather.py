@@ -10,7 +10,7 @@ import pytest
 import perfed
 from perfed.core.errors import RunError
 from perfed.report import gather
-from tests.conftest import tiny
+from tests.conftest import TINY, tiny
 
 
 def test_series_agree_with_the_runs_frames(comparison: perfed.ComparisonResult) -> None:
@@ -38,7 +38,7 @@ def test_series_agree_with_the_runs_frames(comparison: perfed.ComparisonResult) 
 
 def test_runs_are_told_apart_by_what_differs(tmp_path: Path) -> None:
     slow = tiny(rounds=1, algorithm="local")
-    fast = tiny(rounds=1, algorithm="local", training={"steps": 4})
+    fast = tiny(rounds=1, algorithm="local", training=TINY["training"] | {"steps": 4})
     paths = [perfed.run(e, tmp_path / str(n)).path for n, e in enumerate((slow, fast, fast))]
     labels = [run.label for run in gather.read(paths[:2])]
     assert all(label.startswith("local · ") for label in labels)
@@ -47,6 +47,35 @@ def test_runs_are_told_apart_by_what_differs(tmp_path: Path) -> None:
     assert "rounds" not in labels[0]  # is the same in both
     twice = [run.label for run in gather.read(paths[1:])]
     assert twice == ["local · 1", "local · 2"]  # the same experiment: only the folder differs
+
+
+def test_runs_that_differ_in_much_go_by_their_folders(tmp_path: Path) -> None:
+    one = tiny(rounds=1, algorithm="local")
+    other = tiny(rounds=2, algorithm="local", training={"steps": 1, "batch_size": 3})
+    paths = [tmp_path / "a" / "x", tmp_path / "b" / "x"]
+    for experiment, path in zip((one, other), paths, strict=True):
+        perfed.compare(perfed.Comparison(experiment, (experiment.algorithm,)), path)
+    assert [run.label for run in gather.read(paths)] == [f"local · {path}" for path in paths]
+    paths[1].rename(tmp_path / "y")
+    labels = [run.label for run in gather.read([paths[0], tmp_path / "y"])]
+    assert labels == ["local · x", "local · y"]
+
+
+def test_a_method_is_compared_with_local_training_of_the_same_clients(tmp_path: Path) -> None:
+    data = {"name": "digits", "public": 100}
+    experiments = [
+        tiny(rounds=1, algorithm="local", seed=1, data=data),
+        tiny(rounds=1, algorithm="local", seed=1, training={"steps": 1}),
+        tiny(rounds=1, algorithm="local", seed=1),
+        tiny(rounds=1, algorithm="fedavg", seed=1),
+        tiny(rounds=1, algorithm="fedavg", seed=1, partition="iid"),
+    ]
+    paths = [perfed.run(e, tmp_path / str(n)).path for n, e in enumerate(experiments)]
+    curves = gather.series(gather.read(paths))
+    assert gather.alone(curves[3], curves) is curves[2]
+    assert gather.alone(curves[3], curves[:2]) is curves[1]  # the same clients, trained otherwise
+    assert gather.alone(curves[3], curves[:1]) is None
+    assert gather.alone(curves[4], curves) is None
 
 
 def test_a_run_in_the_making_is_read_as_far_as_it_goes(

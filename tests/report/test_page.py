@@ -135,7 +135,7 @@ def test_pointing_at_a_mark_says_what_it_is(written: Path, tab: Page) -> None:
         if chart == "distribution":
             assert re.match(r".+, seed \d, client \d: [\d.]+ %\n\d+ training samples", said)
         else:
-            assert re.match(r"client \d \(mlp.*\), round [34]\n(cluster [AB], chosen|not dr)", said)
+            assert re.match(r"client \d, mlp.*, round [34]\n(cluster [AB], chosen|not dr)", said)
             assert text.startswith("grid:")
     assert tab.errors() == []
 
@@ -174,3 +174,24 @@ def test_figures_are_the_same_charts_as_files(
         files = report.write_figures(tmp_path, kind)
         assert [file.name for file in files] == [f"{c.name}.{kind}" for c in report.charts]
         assert all(file.read_bytes().startswith(start) for file in files)
+
+
+def test_a_run_that_ends_while_its_page_is_written_is_shown_once_more(
+    tmp_path: Path, comparison: perfed.ComparisonResult, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, out = tmp_path / "run", tmp_path / "report.html"
+    shutil.copytree(comparison.results[0].path, run)
+    summary, pages = run / "summary.json", []
+    summary.rename(tmp_path / "summary.json")
+
+    def write(report: page.Report, path: Path, watched: bool = False) -> Path:
+        pages.append(page.html(report, watched and not report.over))
+        if len(pages) == 1:
+            (tmp_path / "summary.json").rename(summary)
+        return path
+
+    monkeypatch.setattr(page.Report, "write", write)
+    monkeypatch.setattr(page.time, "sleep", lambda seconds: None)
+    page.watch([run], out)
+    assert ['http-equiv="refresh"' in text for text in pages] == [True, False]
+    assert ["Still going on" in text for text in pages] == [True, False]

@@ -56,18 +56,22 @@ def list_(
 def _own(paths: Iterable[str]) -> Iterable[tuple[str, type[Component]]]:
     """What a user's files define, under the name a configuration would use."""
     for path in paths:
-        if ":" in path:
-            found = {path: import_object(path)}
-        else:
-            module = import_module(path)
-            found = {
-                f"{path}:{n}": value for n, value in vars(module).items() if _is_own(value, module)
-            }
+        try:
+            found = _found(path)
+        except ConfigError as error:
+            raise ConfigError(error.message, "--with") from None
         components = {name: cls for name, cls in found.items() if _is_component(cls)}
         if not components:
             what = "algorithm, dataset, partition or architecture"
             raise ConfigError(f"'{path}' defines no {what}", "--with")
         yield from components.items()
+
+
+def _found(path: str) -> dict[str, Any]:
+    if ":" in path:
+        return {path: import_object(path)}
+    module = import_module(path)
+    return {f"{path}:{n}": value for n, value in vars(module).items() if _is_own(value, module)}
 
 
 def _is_own(value: Any, module: Any) -> bool:

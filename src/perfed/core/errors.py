@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 
@@ -42,3 +42,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     close = get_close_matches(word, names, n=1, cutoff=0.5)
     hint = f"; did you mean '{close[0]}'?" if close else ""
     return f"{hint} (known: {', '.join(names)})"
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """A shape as people write it: ``3×32×32``."""
+    return "×".join(map(str, shape))

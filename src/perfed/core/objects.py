@@ -48,8 +48,10 @@ def import_module(name: str) -> ModuleType:
         return import_file(name) if name.endswith(".py") else importlib.import_module(name)
     except Exception as error:  # whatever a user's own file raises
         reason = f"{type(error).__name__}: {error}"
-        if isinstance(error, ImportError | FileNotFoundError):
+        if isinstance(error, ImportError):
             reason = str(error)
+        elif name.endswith(".py") and not os.path.exists(_places.get(name, name)):
+            reason = "there is no such file"
         raise ConfigError(f"cannot import '{name}': {reason}", "name") from None
 
 

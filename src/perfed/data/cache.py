@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from perfed.core.errors import DataError, did_you_mean
+from perfed.core.errors import DataError, did_you_mean, shape_text
 from perfed.core.tensorfile import write_atomically
 from perfed.data.readers import Images, Layout, Progress, read_images, silent
 
@@ -203,7 +203,7 @@ def download(source: Source, target: Path, progress: Progress = silent) -> Path:
 def _write(wanted: ImageSet, images: Images, source: dict[str, Any], folder: Path) -> None:
     named = source["from"]
     if images.pixels.shape[1:] != wanted.shape:
-        theirs, ours = ("×".join(map(str, s)) for s in (images.pixels.shape[1:], wanted.shape))
+        theirs, ours = (shape_text(s) for s in (images.pixels.shape[1:], wanted.shape))
         raise DataError(f"{named}: images of {theirs}; {wanted.name} has {ours}")
     arrays, by_class = {PIXELS: images.pixels}, None
     if images.labels is not None:

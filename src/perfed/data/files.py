@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
-
-from perfed.core.errors import ConfigError, DataError
+from perfed.core.errors import ConfigError, DataError, shape_text
 from perfed.core.schema import option
 from perfed.data.datasets import datasets
 from perfed.data.own import (
@@ -16,7 +14,6 @@ from perfed.data.own import (
     SIZE_HELP,
     Contents,
     Files,
-    by,
     checked_labels,
     checked_samples,
 )
@@ -78,9 +75,8 @@ class Npz(Files):
         if public is not None:
             public = checked_samples(public, "'public'")
             if public.shape[1:] != x.shape[1:]:
-                raise DataError(
-                    f"public samples are {by(public.shape[1:])}, private ones {by(x.shape[1:])}"
-                )
+                theirs, ours = shape_text(public.shape[1:]), shape_text(x.shape[1:])
+                raise DataError(f"public samples are {theirs}, private ones {ours}")
         return Contents(x, y, client_ids=client_ids, public=public)
 
 
@@ -135,8 +131,3 @@ class ImageFolders(Files):
 def check_size(size: tuple[int, ...]) -> None:
     if len(size) not in (0, 2):
         raise ConfigError(f"{list(size)} is not a height and a width, as [32, 32]", "size")
-
-
-def image_array(images: list[np.ndarray]) -> np.ndarray:
-    """Height × width × channels each, as one array, channels first."""
-    return np.ascontiguousarray(np.stack(images).transpose(0, 3, 1, 2))

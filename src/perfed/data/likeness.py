@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from perfed.core.errors import ConfigError
+from perfed.core.errors import ConfigError, shape_text
 
 LOOKED_AT = 1000  # samples of each
 FAR = 2.0  # deviations between the means
@@ -71,7 +71,8 @@ def _check_shapes(private: tuple[int, ...], public: tuple[int, ...]) -> None:
             remedies.append(f"colours: {'grey' if private[0] == 1 else 'rgb'}")
         remedy = f"for image files, set data.public {{{', '.join(remedies)}}}"
     raise ConfigError(
-        f"public samples are {_by(public)}, private ones {_by(private)}: {remedy}", "data.public"
+        f"public samples are {shape_text(public)}, private ones {shape_text(private)}: {remedy}",
+        "data.public",
     )
 
 
@@ -92,10 +93,6 @@ def _range(x: np.ndarray) -> str:
 
 def _few(sizes: Sequence[str]) -> str:
     return ", ".join(sizes[:2]) + (f" and {len(sizes) - 2} other sizes" if len(sizes) > 2 else "")
-
-
-def _by(shape: Sequence[int]) -> str:
-    return "×".join(map(str, shape))
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from perfed.core.errors import ConfigError, DataError
+from perfed.core.errors import ConfigError, DataError, shape_text
 from perfed.core.schema import option
 from perfed.data.datasets import (
     Dataset,
@@ -176,8 +176,8 @@ def joined(by_client: dict[str, Contents]) -> Contents:
     for name, part in by_client.items():
         if part.x.shape[1:] != first.x.shape[1:]:
             raise DataError(
-                f"the samples of '{name}' are {by(part.x.shape[1:])}, "
-                f"those of '{first_name}' {by(first.x.shape[1:])}: they must be alike"
+                f"the samples of '{name}' are {shape_text(part.x.shape[1:])}, "
+                f"those of '{first_name}' {shape_text(first.x.shape[1:])}: they must be alike"
             )
         if (part.y is None) != (first.y is None) or part.public is not None:
             fault = "no labels" if part.y is None else "a public set, or labels others have not"
@@ -268,7 +268,3 @@ def _origin(contents: Contents) -> dict[str, Any]:
     if contents.columns:
         facts["columns"] = list(contents.columns)
     return facts
-
-
-def by(shape: Sequence[int]) -> str:
-    return "×".join(map(str, shape))

@@ -20,7 +20,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from perfed.core.errors import DataError
+from perfed.core.errors import DataError, shape_text
 
 T = TypeVar("T")
 Progress = Callable[[str, int, int], None]
@@ -117,7 +117,7 @@ class PixelRows(Layout):
         for number, name in enumerate(TFJS_PICTURES):
             progress("reading", number, len(TFJS_PICTURES))
             parts.append(_inside(name, self._read_picture, files[name]()))
-        pixels = _channels_first(np.concatenate(parts))
+        pixels = channels_first(np.concatenate(parts))
         labels: list[Any] = []
         for name in TFJS_LISTS:
             labels += _inside(name, _json_list, files[name]())
@@ -221,10 +221,10 @@ def read_npz(path: Path) -> Images:
     if pixels.dtype != np.uint8 or pixels.ndim != 4 or 3 not in (pixels.shape[1], pixels.shape[3]):
         raise DataError(
             f"{path}: images must be uint8, samples × height × width × 3 or "
-            f"samples × 3 × height × width; these are {pixels.dtype}, {_by(pixels.shape)}"
+            f"samples × 3 × height × width; these are {pixels.dtype}, {shape_text(pixels.shape)}"
         )
     if pixels.shape[1] != 3:
-        pixels = _channels_first(pixels)
+        pixels = channels_first(pixels)
     if labels is not None:
         labels = _inside(str(path), _labels, labels, len(pixels))
     return Images(pixels, labels, ".npz file")
@@ -307,12 +307,12 @@ def read_pictures(
         picture, size = _inside(str(file), _picture_and_size, file.read_bytes(), look)
         if pictures and picture.shape != pictures[0].shape:
             raise DataError(
-                f"{file} is {_by(picture.shape[:2])}, the first image was "
-                f"{_by(pictures[0].shape[:2])}: all must be of one size"
+                f"{file} is {shape_text(picture.shape[:2])}, the first image was "
+                f"{shape_text(pictures[0].shape[:2])}: all must be of one size"
             )
         pictures.append(picture)
         sizes.add(size)
-    return Images(_channels_first(np.stack(pictures)), None, "images", sizes=tuple(sorted(sizes)))
+    return Images(channels_first(np.stack(pictures)), None, "images", sizes=tuple(sorted(sizes)))
 
 
 def decoded_picture(content: bytes) -> np.ndarray:
@@ -324,7 +324,7 @@ def _picture_and_size(content: bytes, look: Look) -> tuple[np.ndarray, str]:
     Image = _pillow()
     try:
         with Image.open(io.BytesIO(content)) as picture:
-            return as_array(picture, look), _by((picture.height, picture.width))
+            return as_array(picture, look), shape_text((picture.height, picture.width))
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise DataError(f"is no picture that can be read: {error}") from None
 
@@ -445,7 +445,8 @@ def _labels(values: Any, images: int) -> np.ndarray:
     return labels.astype(np.int64)
 
 
-def _channels_first(pixels: np.ndarray) -> np.ndarray:
+def channels_first(pixels: np.ndarray) -> np.ndarray:
+    """Samples × height × width × channels, as networks take them."""
     return np.ascontiguousarray(pixels.transpose(0, 3, 1, 2))
 
 
@@ -460,7 +461,3 @@ def _inside(where: str, read: Callable[..., T], *arguments: Any) -> T:
         return read(*arguments)
     except DataError as error:
         raise DataError(f"{where}: {error}") from None
-
-
-def _by(shape: Sequence[int]) -> str:
-    return "×".join(map(str, shape))

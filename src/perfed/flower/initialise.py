@@ -10,7 +10,7 @@ from contextlib import chdir
 from importlib import metadata
 from pathlib import Path
 
-from perfed.core.errors import ConfigError, RunError
+from perfed.core.errors import ConfigError, RunError, shape_text
 from perfed.flower.protocol import public_hash
 from perfed.flower.settings import read_coordinator
 from perfed.flower.site import Site
@@ -215,7 +215,7 @@ def check_coordinator(path: Path) -> list[str]:
         f"run '{experiment.name}': {experiment.algorithm.label()}, {experiment.rounds} rounds, "
         f"{experiment.clients} sites, {options.classes} classes",
         f"public set: {public_hash(public)} ({len(public)} samples, each "
-        f"{'×'.join(map(str, public.shape[1:]))})",
+        f"{shape_text(public.shape[1:])})",
     ]
 
 

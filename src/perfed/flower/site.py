@@ -32,7 +32,7 @@ from perfed.algorithms.local import Local
 from perfed.config import Training
 from perfed.core import tensorfile
 from perfed.core.algorithm import Algorithm, algorithms
-from perfed.core.errors import ConfigError, Diverged, PerfedError, RunError
+from perfed.core.errors import ConfigError, Diverged, PerfedError, RunError, shape_text
 from perfed.core.message import Message
 from perfed.core.schema import from_mapping, to_mapping
 from perfed.core.threads import cpu_threads
@@ -360,7 +360,7 @@ class Site:
         )
         return [
             f"data: {len(split.train)} samples to train, {len(split.validation)} to validate, "
-            f"{len(split.test)} to test, each {'×'.join(map(str, self.samples.x.shape[1:]))}; "
+            f"{len(split.test)} to test, each {shape_text(self.samples.x.shape[1:])}; "
             f"{int((seen > 0).sum())} of {options.classes} classes in the training data",
             f"model: {population.architectures[client]}, {parameters} parameters; takes a "
             f"training step, gives {options.classes} classes on {len(said['soft_decisions'])} "

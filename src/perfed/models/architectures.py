@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from perfed.core.errors import ConfigError
+from perfed.core.errors import ConfigError, shape_text
 from perfed.core.objects import (
     GIVEN,
     give,
@@ -73,7 +73,7 @@ def _check_image(shape: Shape, name: str, smallest: int) -> None:
     if len(shape) != 3 or min(shape[1:]) < smallest:
         raise ConfigError(
             f"'{name}' needs images of at least {smallest}×{smallest}; "
-            f"this data is {'×'.join(map(str, shape))}",
+            f"this data is {shape_text(shape)}",
             "models",
         )
 

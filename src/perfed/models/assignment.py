@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from perfed.core.errors import ConfigError
+from perfed.core.errors import ConfigError, shape_text
 from perfed.core.schema import Options, option
 from perfed.core.streams import numpy_stream, torch_stream
 from perfed.core.tree import Weights
@@ -113,7 +113,7 @@ def build_module(architecture: Architecture, shape: Shape, classes: int) -> nn.M
     except Exception as error:  # whatever a user's own module raises
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise ConfigError(
-            f"'{label}' cannot take samples of shape {_by(shape)}: {reason[0]}", "models"
+            f"'{label}' cannot take samples of shape {shape_text(shape)}: {reason[0]}", "models"
         ) from None
     if not isinstance(output, torch.Tensor):
         raise ConfigError(
@@ -140,10 +140,6 @@ def build_module(architecture: Architecture, shape: Shape, classes: int) -> nn.M
 def _check_parameters(label: str, module: nn.Module) -> None:
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise ConfigError(f"'{label}' has no parameters to train: nothing in it learns", "models")
-
-
-def _by(shape: Shape) -> str:
-    return "×".join(map(str, shape))
 
 
 def parameter_count(module: nn.Module) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 
 from perfed.report import theme
 from perfed.report.clusters import Membership, letter, membership
-from perfed.report.gather import Run, Series, first_of_each
+from perfed.report.gather import Run, Series, alone, first_of_each
 from perfed.report.tables import quantity
 
 if TYPE_CHECKING:
@@ -218,7 +218,7 @@ def distribution(curves: Sequence[Series]) -> Chart | None:
                 if not np.isnan(accuracy):
                     values.append(100 * accuracy)
                     texts.append(
-                        f"{run.title}, client {client}: {100 * accuracy:.1f} %\n"
+                        f"{run.title}, {run.client_name(client)}: {100 * accuracy:.1f} %\n"
                         f"{run.train_sizes[client]} training samples"
                     )
         axes.scatter(
@@ -253,9 +253,13 @@ def distribution(curves: Sequence[Series]) -> Chart | None:
 
 def gains(curves: Sequence[Series]) -> Chart | None:
     """Against the client's own local model, of the same seed and after the same round."""
-    local = next((curve for curve in curves if curve.algorithm == "local"), None)
-    others = [curve for curve in curves if curve.algorithm not in ("local", "majority")]
-    found = [(curve, pairs) for curve in others if local and (pairs := _pairs(curve, local))]
+    found = [
+        (curve, pairs)
+        for curve in curves
+        if curve.algorithm not in ("local", "majority")
+        and (local := alone(curve, curves))
+        and (pairs := _pairs(curve, local))
+    ]
     if not found:
         return None
     rows = -(-len(found) // 2)
@@ -284,6 +288,8 @@ def gains(curves: Sequence[Series]) -> Chart | None:
             axes.plot([low, high], [mean, mean], color=theme.INK, lw=2, solid_capstyle="butt")
         _plain_log(axes)
         axes.set_title(_short(curve.label))
+        bottom, top = axes.get_ylim()
+        axes.set_ylim(min(bottom, -1), max(top, 1))  # where nobody gains, no tiny numbers
         text = (
             f"{curve.label}: {(gained > 0).sum()} of {len(gained)} clients gain, "
             f"{(gained < 0).sum()} lose; {_points(gained.mean())} points on average, "
@@ -406,8 +412,12 @@ def labels_per_client(runs: Sequence[Run]) -> Chart | None:
         return None
     counts = np.array([client["labels"]["train"] for client in run.clients if client])
     clients, classes = counts.shape
-    figure, axes = theme.canvas(0.75 + min(2.6, 0.22 * classes + 0.2), left=0.5)
-    chart = Chart("labels", f"Training labels of each client: seed {run.seed}", figure)
+    names = [_short(name, 16) for name in run.class_names] or list(map(str, range(classes)))
+    left = 0.4 + 0.07 * max(map(len, names))
+    figure, axes = theme.canvas(0.75 + min(2.6, 0.22 * classes + 0.2), left=left)
+    several = len({repr(other.clients_setting) for other in runs}) > 1
+    whose = run.title if several else f"seed {run.seed}"
+    chart = Chart("labels", f"Training labels of each client: {whose}", figure)
     centre = counts @ np.arange(classes) / np.maximum(counts.sum(1), 1)
     order = sorted(range(clients), key=lambda client: (counts[client].argmax(), centre[client]))
     places, labels = np.nonzero(counts[order])
@@ -424,7 +434,7 @@ def labels_per_client(runs: Sequence[Run]) -> Chart | None:
         clip_on=False,
         gid=chart.tip(
             [
-                f"client {order[place]}: {amount} of label {label}\n"
+                f"{run.client_name(order[place])}: {amount} of label {names[label]}\n"
                 f"{counts[order[place]].sum()} training samples in all"
                 for place, label, amount in zip(places, labels, amounts, strict=True)
             ]
@@ -435,7 +445,7 @@ def labels_per_client(runs: Sequence[Run]) -> Chart | None:
     else:
         axes.set_xticks([])
     if classes <= 20:
-        axes.set_yticks(range(classes))
+        axes.set_yticks(range(classes), names)
     axes.set(
         xlabel="client", ylabel="label", xlim=(-0.8, clients - 0.2), ylim=(-0.7, classes - 0.3)
     )
@@ -592,10 +602,10 @@ def _jitter(count: int) -> np.ndarray:
 
 def _pairs(curve: Series, local: Series) -> list[tuple[int, float, str]]:
     """Of every client that trains: samples, points gained, and who it is."""
-    alone = {run.seed: run for run in local.runs}
+    by_seed = {run.seed: run for run in local.runs}
     pairs = []
     for run in curve.runs:
-        other = alone.get(run.seed)
+        other = by_seed.get(run.seed)
         common = set(run.judged) & set(other.judged) if other else set()
         if other is None or not common or len(run.clients) != len(other.clients):
             continue
@@ -606,7 +616,7 @@ def _pairs(curve: Series, local: Series) -> list[tuple[int, float, str]]:
             if not np.isnan(gain):
                 size = int(run.train_sizes[client])
                 text = (
-                    f"{run.title}, client {client}: {_points(gain)} points\n"
+                    f"{run.title}, {run.client_name(client)}: {_points(gain)} points\n"
                     f"{100 * without[client]:.1f} % alone, {100 * with_others[client]:.1f} % here; "
                     f"{size} training samples"
                 )
@@ -680,13 +690,14 @@ def _grid_tip(run: Run, found: Membership) -> str:
             letter(found.chosen[client][round]) if round in found.chosen[client] else "."
             for round in range(found.rounds)
         )
-        rows.append([f"client {client} ({network})", choices])
+        rows.append([f"{run.client_name(client)}, {network}", choices])
     return "grid:" + json.dumps(rows, separators=(",", ":"))
 
 
 def _populations(found: Membership) -> list[str]:
     last = [choices[max(choices)] for choices in found.chosen.values() if choices]
-    words = [f"{letter(c)}: {last.count(c)} clients" for c in range(found.count) if c in last]
+    counts = {c: last.count(c) for c in range(found.count) if c in last}
+    words = [f"{letter(c)}: {n} client{'s' if n > 1 else ''}" for c, n in counts.items()]
     never = len(found.chosen) - len(last)
     return words + ([f"never drawn: {never}"] if never else [])
 

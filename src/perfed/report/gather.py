@@ -20,6 +20,10 @@ from perfed.runs.result import Result, part_size
 
 IN_A_NAME = ("name", "about", "seed", "algorithm")  # do not set two runs of a method apart
 
+MOST_IN_A_NAME = 2  # settings; runs that differ in more go by their folders
+
+CLIENTS = ("clients", "data", "partition", "split")
+
 ALONE = 4  # the colour of a single curve: blue
 
 
@@ -48,6 +52,15 @@ class Run:
         return RunDirectory(self.path)
 
     @cached_property
+    def setting(self) -> dict[str, Any]:
+        return _setting(self.result)
+
+    @property
+    def clients_setting(self) -> dict[str, Any]:
+        """What says who the clients are, and what they have."""
+        return {key: self.setting[key] for key in CLIENTS}
+
+    @cached_property
     def lines(self) -> list[dict[str, Any]]:
         """Of the rounds; the first may be that of the initial set S(−1)."""
         return self.directory.lines("rounds.jsonl")
@@ -70,12 +83,26 @@ class Run:
         return {line["round"]: line for line in self.rounds if "evaluation" in line}
 
     @cached_property
+    def partition(self) -> dict[str, Any]:
+        """What is recorded of the data; nothing before it is divided."""
+        there = (self.path / "partition.json").is_file()
+        return self.directory.read_json("partition.json") if there else {}
+
+    @property
     def clients(self) -> list[dict[str, Any] | None]:
         """What is recorded of each; None for a site that has not joined."""
-        if not (self.path / "partition.json").is_file():
-            return []
-        clients: list[dict[str, Any] | None] = self.directory.read_json("partition.json")["clients"]
+        clients: list[dict[str, Any] | None] = self.partition.get("clients", [])
         return clients
+
+    @property
+    def class_names(self) -> list[str]:
+        """Of labels 0, 1, 2, …; empty where the data does not name them."""
+        return list(self.partition.get("data", {}).get("classes", []))
+
+    def client_name(self, client: int) -> str:
+        """Its number, and its name where the data names it."""
+        names = self.partition.get("client_names", [])
+        return f"client {client} ({names[client]})" if names else f"client {client}"
 
     @cached_property
     def train_sizes(self) -> np.ndarray:
@@ -170,8 +197,21 @@ class Series:
 
 def read(paths: Sequence[Path]) -> list[Run]:
     """The runs of run directories and comparisons, those that have begun."""
-    results = [Result(folder) for path in paths for folder in _folders(path)]
-    return [Run(result, label) for result, label in zip(results, _labels(results), strict=True)]
+    found = [
+        (Result(folder), name)
+        for path, name in zip(paths, _distinct_names(paths), strict=True)
+        for folder in _folders(path)
+    ]
+    results, names = [result for result, _ in found], [name for _, name in found]
+    return [
+        Run(result, label) for result, label in zip(results, _labels(results, names), strict=True)
+    ]
+
+
+def _distinct_names(paths: Sequence[Path]) -> list[str]:
+    """Of folders, as short as they can be."""
+    names = [path.resolve().name for path in paths]
+    return names if len(set(names)) == len(names) else [str(path) for path in paths]
 
 
 def _folders(path: Path) -> list[Path]:
@@ -203,25 +243,32 @@ def planned(paths: Sequence[Path]) -> int:
     )
 
 
-def _labels(results: Sequence[Result]) -> list[str]:
-    """Algorithms; where runs differ in other settings too, those; and the folder of a run that
-    is there twice."""
-    settings = [
-        flat({k: v for k, v in r.experiment.to_mapping().items() if k not in IN_A_NAME})
-        for r in results
-    ]
+def _labels(results: Sequence[Result], folders: Sequence[str]) -> list[str]:
+    """Algorithms; where runs differ in one or two other settings, those; and the folder that was
+    named, where that tells no run from another or runs differ in more."""
+    settings = [flat(_setting(result)) for result in results]
     names = dict.fromkeys(key for setting in settings for key in setting)
     differ = [n for n in names if len({repr(setting.get(n)) for setting in settings}) > 1]
+    methods = [result.experiment.algorithm.label() for result in results]
+    by_folder = [f"{method} · {name}" for method, name in zip(methods, folders, strict=True)]
+    if len(differ) > MOST_IN_A_NAME:
+        return by_folder
     labels = [
-        " · ".join([r.experiment.algorithm.label(), *(f"{n}={s[n]}" for n in differ if n in s)])
-        for r, s in zip(results, settings, strict=True)
+        " · ".join([method, *(f"{n}={s[n]}" for n in differ if n in s)])
+        for method, s in zip(methods, settings, strict=True)
     ]
     seeds = [r.experiment.seed for r in results]
     times = Counter(zip(labels, seeds, strict=True))
     return [
-        label if times[label, seed] == 1 else f"{label} · {result.path.name}"
-        for label, seed, result in zip(labels, seeds, results, strict=True)
+        label if times[label, seed] == 1 else named
+        for label, seed, named in zip(labels, seeds, by_folder, strict=True)
     ]
+
+
+def _setting(result: Result) -> dict[str, Any]:
+    """Everything but the method."""
+    mapping = result.experiment.to_mapping()
+    return {key: value for key, value in mapping.items() if key not in IN_A_NAME}
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -247,6 +294,18 @@ def series(runs: Sequence[Run]) -> list[Series]:
         Series(label, kind, tuple(group), number)
         for number, ((label, kind), group) in enumerate(grouped.items(), start=first)
     ]
+
+
+def alone(curve: Series, curves: Sequence[Series]) -> Series | None:
+    """Local training of the same clients; of several, that with the most settings in common."""
+    own = curve.runs[0]
+
+    def differences(other: Series) -> int:
+        return sum(own.setting[key] != value for key, value in other.runs[0].setting.items())
+
+    local = [c for c in curves if c.algorithm == "local"]
+    alike = [c for c in local if c.runs[0].clients_setting == own.clients_setting]
+    return min(alike, key=differences, default=None)
 
 
 def first_of_each(runs: Sequence[Run]) -> list[Run]:

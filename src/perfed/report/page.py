@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib import resources
@@ -31,11 +31,8 @@ class Report:
     runs: Sequence[Run]
     curves: Sequence[Series]
     charts: Sequence[Chart]
-
-    @property
-    def over(self) -> bool:
-        """Whether nothing more is to come."""
-        return len(self.runs) == gather.planned(self.paths) and all(run.over for run in self.runs)
+    over: bool
+    """Whether all there will ever be is in it."""
 
     def write(self, path: Path, watched: bool = False) -> Path:
         """The page; one that is watched reloads itself until its runs are over."""
@@ -61,9 +58,11 @@ def draw(paths: Sequence[Path]) -> Report:
     import matplotlib as mpl
 
     runs = gather.read(paths)
+    # Asked before the rounds are read: a run may end meanwhile.
+    over = len(runs) == gather.planned(paths) and all(run.over for run in runs)
     curves = gather.series(runs)
     with mpl.rc_context(theme.RC):
-        return Report(paths, runs, curves, charts(runs, curves))
+        return Report(paths, runs, curves, charts(runs, curves), over)
 
 
 def watch(paths: Sequence[Path], out: Path) -> Report:
@@ -142,19 +141,27 @@ def _title(report: Report) -> str:
 
 
 def _about(report: Report) -> str:
+    """What the runs have in common; what they have not is in their names, or the configuration."""
     if not report.runs:
         return ""
-    experiment = report.runs[0].result.experiment
+    experiments = [run.result.experiment for run in report.runs]
+    about = _same(experiment.about for experiment in experiments)
     seeds = sorted({run.seed for run in report.runs})
     facts = [
-        f"{experiment.clients} clients",
-        f"{experiment.clients_per_round} drawn a round",
-        f"{experiment.rounds} rounds",
-        f"{experiment.data.label()} divided by {experiment.partition.label()}",
+        _same(f"{e.clients} clients" for e in experiments),
+        _same(f"{e.clients_per_round} drawn a round" for e in experiments),
+        _same(f"{e.rounds} rounds" for e in experiments),
+        _same(f"{e.data.label()} divided by {e.partition.label()}" for e in experiments),
         f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}",
     ]
-    about = f"<p>{escape(experiment.about)}</p>" if experiment.about else ""
-    return f'{about}<p class="about">{escape(" · ".join(facts))}</p>'
+    sentence = f"<p>{escape(about)}</p>" if about else ""
+    return f'{sentence}<p class="about">{escape(" · ".join(filter(None, facts)))}</p>'
+
+
+def _same(texts: Iterable[str]) -> str:
+    """What all of them say, or nothing."""
+    said = set(texts)
+    return said.pop() if len(said) == 1 else ""
 
 
 def _state(report: Report) -> str:
@@ -191,7 +198,7 @@ def _tiles(report: Report) -> str:
             else "mean test accuracy over all clients at the end",
         )
     ]
-    local = next((curve for curve in report.curves if curve.algorithm == "local"), None)
+    local = gather.alone(best, report.curves)
     if local and best is not local:
         tiles.append(
             (
