@@ -20,7 +20,7 @@ from perfed.runs.result import Result, part_size
 
 IN_A_NAME = ("name", "about", "seed", "algorithm")  # do not set two runs of a method apart
 
-MOST_IN_A_NAME = 2  # settings; runs that differ in more go by their folders
+LONGEST_NAME = 60  # runs that would have longer ones go by their folders
 
 CLIENTS = ("clients", "data", "partition", "split")
 
@@ -244,19 +244,19 @@ def planned(paths: Sequence[Path]) -> int:
 
 
 def _labels(results: Sequence[Result], folders: Sequence[str]) -> list[str]:
-    """Algorithms; where runs differ in one or two other settings, those; and the folder that was
-    named, where that tells no run from another or runs differ in more."""
+    """Algorithms, with the other settings in which runs differ; or with the folder that was named,
+    where settings tell no run from another, or would be too long to read."""
     settings = [flat(_setting(result)) for result in results]
     names = dict.fromkeys(key for setting in settings for key in setting)
     differ = [n for n in names if len({repr(setting.get(n)) for setting in settings}) > 1]
     methods = [result.experiment.algorithm.label() for result in results]
     by_folder = [f"{method} · {name}" for method, name in zip(methods, folders, strict=True)]
-    if len(differ) > MOST_IN_A_NAME:
-        return by_folder
     labels = [
         " · ".join([method, *(f"{n}={s[n]}" for n in differ if n in s)])
         for method, s in zip(methods, settings, strict=True)
     ]
+    if max(map(len, labels), default=0) > LONGEST_NAME and len(set(folders)) > 1:
+        return by_folder
     seeds = [r.experiment.seed for r in results]
     times = Counter(zip(labels, seeds, strict=True))
     return [
