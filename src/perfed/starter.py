@@ -161,7 +161,7 @@ class Start:
         values: dict[str, Any] = {
             "name": re.sub(r"[^\w.+=-]", "-", name) or "experiment",
             "about": "Written by perfed init.",
-            "rounds": 20,
+            "rounds": 50,
             "clients": clients,
             "clients_per_round": drawn,
             "data": self.data,
