@@ -194,7 +194,7 @@ def row(records: list[Record], local: list[Record]) -> dict[str, Any]:
     return {
         "failed": len(records) - len(finished),
         "accuracy": [
-            round(100 * r["summary"]["models"][kind]["last"]["test_accuracy"], 3) for r in finished
+            round(r["summary"]["models"][kind]["last"]["test_accuracy"], 5) for r in finished
         ],
         # Of every client of every seed: points above local training, training samples, labels.
         "clients": [
