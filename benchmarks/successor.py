@@ -20,6 +20,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import when_it_helps
+
 from perfed import Execution, Experiment
 from perfed.core.schema import from_mapping
 from perfed.runs.study import Record, Study, client_gains
@@ -29,22 +31,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 TUNING_SEEDS = (1000, 1001)
 SEEDS = (0, 1, 2, 3, 4)
 
-DIGITS: dict[str, Any] = {
-    "name": "successor",
-    "rounds": 60,
-    "evaluate_every": 60,
-    "clients": 30,
-    "clients_per_round": 10,
-    "selection": "uniform",
-    "data": {"name": "digits", "public": 400},
-    "models": {"architectures": [{"name": "mlp", "hidden": [64]}]},
-    "training": {
-        "learning_rate": 0.1,
-        "steps": 10,
-        "batch_size": 32,
-        "public_batch_size": 64,
-    },
-}
+DIGITS = when_it_helps.DIGITS | {"name": "successor", "evaluate_every": 60}
 CIFAR = DIGITS | {
     "clients": 50,
     "data": {"name": "cifar10", "public": 1000, "samples": 12_000},
