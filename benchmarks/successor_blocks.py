@@ -120,10 +120,7 @@ def who_gains(path: Path = ROOT / "docs" / "who-gains.png") -> Path:
     axes = figure.subplots(2, 2, sharex="col", sharey=True)
     for line, (method, title) in zip(axes, methods.items(), strict=True):
         clients = [
-            client
-            for row in record["rows"]
-            if row["method"] == method and row["partition"] != "3 groups"
-            for client in row["clients"]
+            client for row in record["rows"] if row["method"] == method for client in row["clients"]
         ]
         for axis, position in zip(line, (1, 2), strict=True):
             _scatter(axis, clients, position)

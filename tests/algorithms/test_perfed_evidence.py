@@ -19,6 +19,7 @@ from perfed.algorithms.perfed_evidence import (
 )
 from perfed.core.message import Message
 from perfed.core.streams import stream_key, uniform_indices
+from perfed.core.tree import Weights
 from tests.conftest import played, simulate, tiny
 
 CLASSES = 4
@@ -150,6 +151,43 @@ def test_the_model_trained_alone_is_local_training_to_the_bit() -> None:
     assert drawn
 
 
+def test_the_server_pools_what_each_client_sent_last() -> None:
+    simulation = simulate(algorithm="perfed-evidence")
+    random = torch.Generator().manual_seed(0)
+
+    def said(samples: int, wins: float, losses: float) -> Message:
+        decisions = torch.rand(30, 10, generator=random).softmax(-1)
+        contest = torch.tensor([wins, losses])
+        return Message(soft_decisions=decisions, samples=samples, contest=contest)
+
+    early = {0: said(5, 0, 9), 1: said(8, 2, 1)}
+    late = {0: said(5, 4, 0), 2: said(3, 1, 0)}
+    simulation._merge(0, early)
+    simulation._merge(1, late)
+    state = simulation.progress.state
+    last = [late[0], early[1], late[2]]
+    expected = pooled_evidence(
+        torch.stack([m["soft_decisions"] for m in last]), torch.tensor([5, 8, 3])
+    )
+    assert torch.allclose(state["evidence"], expected, atol=1e-6)
+    assert float(state["win_share"]) == pytest.approx((7 + 1) / (8 + 2))
+
+
+@pytest.mark.parametrize("taught", [True, False])
+def test_the_model_judged_is_the_one_the_client_uses(taught: bool) -> None:
+    simulation = played(2, algorithm="perfed-evidence")
+    client, record = next(
+        (k, r) for k, r in simulation.population.records.items() if "taught" in r.state
+    )
+    record.state["taught"] = torch.tensor(taught)
+    simulation.population.commit({client: record})
+    message = simulation._evaluation_messages(2)[client]
+    judged = simulation.population.models(client, message, 2)["personal"]
+    used = record.weights if taught else record.state["alone"]
+    assert all(torch.equal(judged.weights.params[n], t) for n, t in used.params.items())
+    assert bool((judged.offset == 0).all()) is not taught
+
+
 @pytest.mark.usefixtures("float64")
 def test_one_step_is_the_gradient_of_the_objective() -> None:
     rate, weight, batch, public_batch, round, client = 0.3, 1.7, 5, 4, 2, 1
@@ -208,3 +246,36 @@ def test_a_saved_model_predicts_as_it_was_judged(tmp_path: Path) -> None:
         accuracy = (logits.argmax(1).numpy() == federation.samples.y[test]).mean()
         recorded = last[last["client"] == client]["test_accuracy"].item()
         assert accuracy == pytest.approx(recorded)
+
+
+def test_a_client_sends_its_decisions_with_its_mix_and_who_won() -> None:
+    simulation = simulate(
+        models={"architectures": [{"name": "mlp", "hidden": []}]},
+        algorithm={"name": "perfed-evidence", "weight": 30.0},
+        training={"learning_rate": 0.5, "steps": 40, "batch_size": 8, "public_batch_size": 16},
+    )
+    # Misleading evidence: models trained alone win more often than they lose.
+    evidence = 9 * torch.randn(30, 10, generator=torch.Generator().manual_seed(0))
+    message = Message(evidence=evidence, win_share=torch.tensor(0.5))
+    population, samples = simulation.population, simulation.federation.samples
+    clients = dict.fromkeys(range(6), message)
+    replies, records = population.run(simulation.algorithm.client_round, clients, 0)
+
+    def logits(weights: Weights, x: np.ndarray) -> np.ndarray:
+        flat = x.reshape(len(x), 64)
+        return flat @ weights.params["1.weight"].numpy().T + weights.params["1.bias"].numpy()
+
+    wins = losses = 0
+    for client, reply in replies.items():
+        split, record = simulation.federation.splits[client], records[client]
+        mix = label_mix(torch.bincount(torch.tensor(samples.y[split.train]), minlength=10)).numpy()
+        said = softmax(logits(record.weights, samples.public_x) + np.log(mix))
+        assert np.allclose(reply["soft_decisions"].numpy(), said, atol=1e-5)
+        assert int(reply["samples"]) == len(split.train)
+        x, y = samples.x[split.validation], samples.y[split.validation]
+        taught = (logits(record.weights, x) + np.log(mix)).argmax(1) == y
+        alone = logits(record.state["alone"], x).argmax(1) == y
+        won, lost = (taught & ~alone).sum(), (alone & ~taught).sum()
+        assert reply["contest"].tolist() == [won, lost]
+        wins, losses = wins + won, losses + lost
+    assert wins != losses  # or it could not be told whose is whose
