@@ -1,14 +1,15 @@
 """Does knowledge transfer keep its promise? PerFed-Evidence and PerFed-CKT against local training.
 
     python benchmarks/successor.py tune digits      settings, by validation accuracy of other seeds
-    python benchmarks/successor.py run digits       results, with those settings, seeds 0-4
+    python benchmarks/successor.py run digits       results, with those settings, seeds 5-9
     python benchmarks/successor.py run cifar        after perfed data get cifar10, and cifar100
 
-Families: ``digits`` (an MLP; twenty minutes on one core), ``cifar`` (12,000 CIFAR-10 images, 1,000
-public CIFAR-100 images, a small CNN), ``vgg`` (the same with VGG11) and ``mixed`` (VGG13, VGG11 and
-CNN by data size). The last three are for a GPU; on a CPU they take a day. Local training here is of
-the same clients at the same times, so that only the transfer differs. Stopped, it goes on where it
-was.
+Families: ``digits`` (an MLP; half an hour on one core), ``cifar`` (4,000 CIFAR-10 images, 500
+public CIFAR-100 images, a small CNN; two hours on one core), ``vgg`` (12,000 and 1,000 images,
+VGG11) and ``mixed`` (the same with VGG13, VGG11 and CNN by data size). The last two are for a GPU.
+PerFed-Evidence has the same settings everywhere: its defaults, and once more with more caution.
+Local training here is of the same clients at the same times, so that only the transfer differs.
+Stopped, it goes on where it was.
 """
 
 from __future__ import annotations
@@ -17,33 +18,57 @@ import json
 import statistics
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import when_it_helps
 
 from perfed import Execution, Experiment
+from perfed.algorithms.local import Local
+from perfed.core.algorithm import Client, algorithms, supervised
+from perfed.core.message import Message
 from perfed.core.schema import from_mapping
 from perfed.runs.study import Record, Study, client_gains
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 TUNING_SEEDS = (1000, 1001)
-SEEDS = (0, 1, 2, 3, 4)
+SEEDS = (5, 6, 7, 8, 9)  # 0-4 have had a say in an earlier form of the algorithm
 
 DIGITS = when_it_helps.DIGITS | {"name": "successor", "evaluate_every": 60}
+CNN = {"name": "cnn", "batchnorm": True}
 CIFAR = DIGITS | {
+    "clients": 20,
+    "clients_per_round": 5,
+    "data": {"name": "cifar10", "public": 500, "samples": 4000},
+    "models": {"architectures": [CNN]},
+    "training": {
+        "learning_rate": 0.05,
+        "steps": 10,
+        "batch_size": 16,
+        "public_batch_size": 32,
+    },
+}
+VGG = DIGITS | {
     "clients": 50,
     "data": {"name": "cifar10", "public": 1000, "samples": 12_000},
-    "models": {"architectures": [{"name": "cnn", "batchnorm": True}]},
+    "models": {"architectures": ["vgg11-bn"]},
     "training": DIGITS["training"] | {"learning_rate": 0.05, "steps": 20},
 }
-VGG = CIFAR | {"models": {"architectures": ["vgg11-bn"]}}
-MIXED = CIFAR | {
-    "models": {
-        "architectures": [{"name": "cnn", "batchnorm": True}, "vgg11-bn", "vgg13-bn"],
-    }
-}
+MIXED = VGG | {"models": {"architectures": [CNN, "vgg11-bn", "vgg13-bn"]}}
+
+
+@algorithms.register("local-again")
+@dataclass(frozen=True)
+class LocalAgain(Local):
+    """Local training with other mini-batches: what chance alone makes of a client's accuracy."""
+
+    def client_round(self, client: Client, message: Message) -> Message:
+        client.weights = client.sgd(client.weights, supervised, stream=1)
+        return Message()
+
+
 FAMILIES = {"digits": DIGITS, "cifar": CIFAR, "vgg": VGG, "mixed": MIXED}
 SKEWED = {"name": "dirichlet", "minimum": 20}
 PARTITIONS: dict[str, dict[str, dict[str, Any]]] = {
@@ -63,12 +88,14 @@ PARTITIONS: dict[str, dict[str, dict[str, Any]]] = {
 }
 PARTITIONS["vgg"] = PARTITIONS["cifar"]
 PARTITIONS["mixed"] = {name: PARTITIONS["cifar"][name] for name in ("5 groups", "Dir(0.01)")}
-# What is looked for on the tuning seeds: λ of each method that has one, over all partitions.
+# What is looked for on the tuning seeds: λ of each method it is compared with that has one, over
+# all partitions.
 GRID: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {
-    "perfed-evidence": ({"name": "perfed-evidence", "keep_alone": False}, (8.0, 32.0)),
     "perfed-ckt": ({"name": "perfed-ckt", "clusters": 3}, (0.5, 2.0)),
     "ditto": ({"name": "ditto"}, (0.1, 1.0)),
 }
+# At which, on tuning seeds, fewer than 5 % are harmed in all settings.
+CAUTION = 8.0
 TUNED_AS = {"mixed": "vgg"}
 # VGG11 takes long: two partitions, and only the methods that are run with it.
 TUNED_ON = {"vgg": ("5 groups", "Dir(0.01)")}
@@ -85,13 +112,14 @@ def methods(family: str) -> dict[str, dict[str, Any]]:
     chosen: dict[str, dict[str, Any]] = {
         "majority": {"name": "majority"},
         "local": {"name": "local", "participation": "drawn"},
-        "evidence": {"name": "perfed-evidence", "weight": weight["perfed-evidence"]},
+        "local again": {"name": "local-again", "participation": "drawn"},
+        "evidence": {"name": "perfed-evidence"},
+        "cautious": {"name": "perfed-evidence", "caution": CAUTION},
         "c=3": ckt | {"clusters": 3},
     }
     if family in LARGE:
         return chosen
     return chosen | {
-        "evidence, always taught": chosen["evidence"] | {"keep_alone": False},
         "c=1": ckt | {"clusters": 1},
         "c=2": ckt | {"clusters": 2},
         "c=4": ckt | {"clusters": 4},

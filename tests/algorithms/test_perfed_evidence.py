@@ -1,5 +1,6 @@
 """PerFed-Evidence against its formulas, written out by hand, and what must follow from them."""
 
+import copy
 from pathlib import Path
 
 import numpy as np
@@ -10,19 +11,25 @@ from hypothesis import strategies as st
 
 import perfed
 from perfed.algorithms.perfed_evidence import (
+    FLOOR,
+    PRIOR_SAMPLES,
     RIDGE,
+    SHARES,
+    SHARPNESS,
     SMALLEST_PROBABILITY,
     SMALLEST_SHARE,
+    choice,
     label_mix,
     pooled_evidence,
-    trusts,
 )
 from perfed.core.message import Message
 from perfed.core.streams import stream_key, uniform_indices
 from perfed.core.tree import Weights
+from perfed.runs.result import module_of, tensors_of
 from tests.conftest import played, simulate, tiny
 
 CLASSES = 4
+CAUTION = 3.0
 
 
 def softmax(z: np.ndarray) -> np.ndarray:
@@ -119,49 +126,64 @@ def test_five_samples_tell_a_client_of_one_label_from_one_of_all() -> None:
     assert label_mix(torch.tensor([1, 1, 1, 1, 1])).max() < 0.25
 
 
-@pytest.mark.parametrize(
-    ("wins", "losses", "win_share", "expected"),
-    [
-        (0, 0, 0.5, False),
-        (0, 0, 0.85, False),
-        (0, 0, 0.95, True),  # nobody else regrets it
-        (1, 1, 0.95, True),
-        (0, 1, 0.99, False),  # its own samples speak against it
-        (1, 0, 0.4, False),  # one sample, where most others regret it
-        (1, 0, 0.6, True),
-        (2, 0, 0.4, True),
-        (9, 1, 0.1, True),
-    ],
-)
-def test_when_a_client_uses_the_taught_model(wins, losses, win_share, expected) -> None:
-    contest = torch.tensor([float(wins), float(losses)])
-    assert bool(trusts(contest, torch.tensor(win_share))) is expected
+def gains_of(best: tuple[int, int], gain: float) -> torch.Tensor:
+    gains = torch.zeros(len(SHARPNESS), len(SHARES))
+    gains[best] = gain
+    return gains
 
 
-def test_the_model_trained_alone_is_local_training_to_the_bit() -> None:
+@pytest.mark.parametrize("sharpness", range(len(SHARPNESS)))
+@pytest.mark.parametrize("share", range(len(SHARES)))
+def test_a_student_is_listened_to_as_far_as_it_proves_itself(sharpness: int, share: int) -> None:
+    burden = CAUTION * SHARES[share]
+    found = choice(gains_of((sharpness, share), burden + 0.1), CAUTION)
+    assert [float(f) for f in found] == [SHARES[share], SHARPNESS[sharpness]]
+    assert float(choice(gains_of((sharpness, share), burden - 0.1), CAUTION)[0]) == 0
+
+
+def test_of_two_choices_the_one_worth_more_than_its_burden_is_taken() -> None:
+    gains = gains_of((0, 0), CAUTION * SHARES[0] + 1.0)
+    gains[2, 3] = CAUTION * SHARES[3] + 0.9  # a larger gain, and a larger burden
+    assert float(choice(gains, CAUTION)[0]) == SHARES[0]
+    gains[2, 3] += 0.2
+    assert [float(f) for f in choice(gains, CAUTION)] == [SHARES[3], SHARPNESS[2]]
+
+
+def test_the_witness_is_local_training_to_the_bit() -> None:
     models = {"architectures": ["mlp", {"name": "cnn", "batchnorm": True}]}
     evidence = played(3, algorithm="perfed-evidence", models=models)
     local = played(3, algorithm={"name": "local", "participation": "drawn"}, models=models)
     drawn = 0
     for client, record in evidence.population.records.items():
-        if "alone" in record.state:
+        if record.state:
             drawn += 1
-            ours, theirs = record.state["alone"], local.population.record(client).weights
+            ours, theirs = record.weights, local.population.record(client).weights
             assert all(torch.equal(ours.params[name], theirs.params[name]) for name in ours.params)
+            assert all(torch.equal(ours.buffers[n], theirs.buffers[n]) for n in ours.buffers)
     assert drawn
+
+
+def test_a_witness_of_public_samples_has_seen_some() -> None:
+    """BatchNorm's statistics of public batches: a witness that never saw any would say nonsense."""
+    models = {"architectures": [{"name": "cnn", "batchnorm": True}]}
+    simulation = played(1, algorithm="perfed-evidence", models=models)
+    for record in simulation.population.records.values():
+        counts = [b for n, b in record.weights.public_buffers.items() if "num_batches" in n]
+        assert counts
+        assert all(int(count) == simulation.experiment.training.steps for count in counts)
 
 
 def test_the_server_pools_what_each_client_sent_last() -> None:
     simulation = simulate(algorithm="perfed-evidence")
     random = torch.Generator().manual_seed(0)
 
-    def said(samples: int, wins: float, losses: float) -> Message:
+    def said(samples: int, gain: float) -> Message:
         decisions = torch.rand(30, 10, generator=random).softmax(-1)
-        contest = torch.tensor([wins, losses])
-        return Message(soft_decisions=decisions, samples=samples, contest=contest)
+        gains = gains_of((1, 2), gain)
+        return Message(soft_decisions=decisions, samples=samples, gains=gains)
 
-    early = {0: said(5, 0, 9), 1: said(8, 2, 1)}
-    late = {0: said(5, 4, 0), 2: said(3, 1, 0)}
+    early = {0: said(5, -9.0), 1: said(8, 0.5)}
+    late = {0: said(5, 0.25), 2: said(3, 1.0)}
     simulation._merge(0, early)
     simulation._merge(1, late)
     state = simulation.progress.state
@@ -170,22 +192,37 @@ def test_the_server_pools_what_each_client_sent_last() -> None:
         torch.stack([m["soft_decisions"] for m in last]), torch.tensor([5, 8, 3])
     )
     assert torch.allclose(state["evidence"], expected, atol=1e-6)
-    assert float(state["win_share"]) == pytest.approx((7 + 1) / (8 + 2))
+    # Every client counts the same there, however many samples it has.
+    assert torch.allclose(state["gains"], gains_of((1, 2), (0.25 + 0.5 + 1.0) / 3))
 
 
-@pytest.mark.parametrize("taught", [True, False])
-def test_the_model_judged_is_the_one_the_client_uses(taught: bool) -> None:
+def test_a_share_of_zero_is_the_witness_and_of_one_the_student() -> None:
     simulation = played(2, algorithm="perfed-evidence")
-    client, record = next(
-        (k, r) for k, r in simulation.population.records.items() if "taught" in r.state
-    )
-    record.state["taught"] = torch.tensor(taught)
-    simulation.population.commit({client: record})
+    population = simulation.population
+    client, record = next((k, r) for k, r in population.records.items() if r.state)
+    samples = simulation.federation.samples
+    x = torch.tensor(samples.x[simulation.federation.splits[client].test]).float()
+    train = simulation.federation.splits[client].train
+    mix = label_mix(torch.bincount(torch.tensor(samples.y[train]), minlength=10))
     message = simulation._evaluation_messages(2)[client]
-    judged = simulation.population.models(client, message, 2)["personal"]
-    used = record.weights if taught else record.state["alone"]
-    assert all(torch.equal(judged.weights.params[n], t) for n, t in used.params.items())
-    assert bool((judged.offset == 0).all()) is not taught
+    network = population.modules[population.architectures[client]]
+
+    def judged(share: float) -> torch.Tensor:
+        record.state |= {"share": torch.tensor(share), "sharpness": torch.tensor(0.5)}
+        population.commit({client: record})
+        model = population.models(client, message, 2)["personal"]
+        return module_of(tensors_of(model), as_module)(x).softmax(1)
+
+    def as_module(tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
+        module = copy.deepcopy(network)
+        module.load_state_dict(tensors)
+        return module.eval()
+
+    own = as_module(record.weights.params)(x).softmax(1)
+    student = (0.5 * as_module(record.state["student"].params)(x) + mix.log()).softmax(1)
+    assert torch.allclose(judged(0.0), own, atol=1e-6)
+    assert torch.allclose(judged(1.0), student, atol=1e-6)
+    assert torch.allclose(judged(0.25), 0.75 * own + 0.25 * student, atol=1e-6)
 
 
 @pytest.mark.usefixtures("float64")
@@ -202,7 +239,7 @@ def test_one_step_is_the_gradient_of_the_objective() -> None:
         },
     )
     evidence = torch.randn(30, 10, generator=torch.Generator().manual_seed(0))
-    message = Message(evidence=evidence, win_share=torch.tensor(0.5))
+    message = Message(evidence=evidence, gains=gains_of((0, 0), 0.0))
     population = simulation.population
     _, records = population.run(simulation.algorithm.client_round, {client: message}, round)
 
@@ -224,22 +261,18 @@ def test_one_step_is_the_gradient_of_the_objective() -> None:
     for index in drawn("public", public_batch, 30):
         p = samples.public_x[index].reshape(64).astype(float)
         s = softmax(w @ p + b + log_attention)
-        difference = s - softmax(evidence[index].numpy() + log_attention)
-        dz = 2 * (np.diag(s) - np.outer(s, s)) @ difference * weight / public_batch
+        dz = weight * (s - softmax(evidence[index].numpy() + log_attention)) / public_batch
         grad_w, grad_b = grad_w + np.outer(dz, p), grad_b + dz
-    after = records[client].weights.params
+    after = records[client].state["student"].params
     assert np.allclose(after["1.weight"].numpy(), w - rate * grad_w, atol=1e-10)
     assert np.allclose(after["1.bias"].numpy(), b - rate * grad_b, atol=1e-10)
 
 
 def test_a_saved_model_predicts_as_it_was_judged(tmp_path: Path) -> None:
-    result = perfed.run(
-        tiny(algorithm={"name": "perfed-evidence", "keep_alone": False}), tmp_path / "run"
-    )
+    result = perfed.run(tiny(algorithm="perfed-evidence"), tmp_path / "run")
     frame = result.per_client()
     last = frame[frame["round"] == frame["round"].max()]
-    simulation = simulate(algorithm={"name": "perfed-evidence", "keep_alone": False})
-    federation = simulation.federation
+    federation = simulate(algorithm="perfed-evidence").federation
     for client in range(3):
         test = federation.splits[client].test
         logits = result.model(client)(torch.tensor(federation.samples.x[test]).float())
@@ -248,15 +281,16 @@ def test_a_saved_model_predicts_as_it_was_judged(tmp_path: Path) -> None:
         assert accuracy == pytest.approx(recorded)
 
 
-def test_a_client_sends_its_decisions_with_its_mix_and_who_won() -> None:
+def test_a_client_sends_its_witness_and_what_its_student_is_worth() -> None:
+    """All that a client sends and keeps, computed once more from its two models."""
     simulation = simulate(
         models={"architectures": [{"name": "mlp", "hidden": []}]},
-        algorithm={"name": "perfed-evidence", "weight": 30.0},
+        algorithm={"name": "perfed-evidence", "weight": 4.0, "caution": CAUTION},
         training={"learning_rate": 0.5, "steps": 40, "batch_size": 8, "public_batch_size": 16},
     )
-    # Misleading evidence: models trained alone win more often than they lose.
     evidence = 9 * torch.randn(30, 10, generator=torch.Generator().manual_seed(0))
-    message = Message(evidence=evidence, win_share=torch.tensor(0.5))
+    everybodys = torch.rand(3, 4, generator=torch.Generator().manual_seed(1)) / 2
+    message = Message(evidence=evidence, gains=everybodys)
     population, samples = simulation.population, simulation.federation.samples
     clients = dict.fromkeys(range(6), message)
     replies, records = population.run(simulation.algorithm.client_round, clients, 0)
@@ -265,17 +299,28 @@ def test_a_client_sends_its_decisions_with_its_mix_and_who_won() -> None:
         flat = x.reshape(len(x), 64)
         return flat @ weights.params["1.weight"].numpy().T + weights.params["1.bias"].numpy()
 
-    wins = losses = 0
+    chosen = set()
     for client, reply in replies.items():
         split, record = simulation.federation.splits[client], records[client]
-        mix = label_mix(torch.bincount(torch.tensor(samples.y[split.train]), minlength=10)).numpy()
-        said = softmax(logits(record.weights, samples.public_x) + np.log(mix))
+        said = softmax(logits(record.weights, samples.public_x))
         assert np.allclose(reply["soft_decisions"].numpy(), said, atol=1e-5)
         assert int(reply["samples"]) == len(split.train)
+        mix = label_mix(torch.bincount(torch.tensor(samples.y[split.train]), minlength=10)).numpy()
         x, y = samples.x[split.validation], samples.y[split.validation]
-        taught = (logits(record.weights, x) + np.log(mix)).argmax(1) == y
-        alone = logits(record.state["alone"], x).argmax(1) == y
-        won, lost = (taught & ~alone).sum(), (alone & ~taught).sum()
-        assert reply["contest"].tolist() == [won, lost]
-        wins, losses = wins + won, losses + lost
-    assert wins != losses  # or it could not be told whose is whose
+        own = softmax(logits(record.weights, x))[np.arange(len(y)), y]
+        worth = {}
+        for i, beta in enumerate(SHARPNESS):
+            z = beta * logits(record.state["student"], x) + np.log(mix)
+            taught = softmax(z)[np.arange(len(y)), y]
+            for j, w in enumerate(SHARES):
+                mixed = (1 - w) * own + w * taught
+                gain = np.log((mixed + FLOOR) / (own + FLOOR))
+                assert float(reply["gains"][i, j]) == pytest.approx(gain.mean(), abs=1e-4)
+                prior = PRIOR_SAMPLES * float(everybodys[i, j])
+                worth[w, beta] = gain.sum() + prior - CAUTION * w
+        best = max(worth, key=lambda choice: worth[choice])
+        share = best[0] if worth[best] > 0 else 0.0
+        assert float(record.state["share"]) == share
+        assert not share or float(record.state["sharpness"]) == best[1]
+        chosen.add(share)
+    assert len(chosen) > 1  # or it could not be told what decides

@@ -54,9 +54,10 @@ def finished(folder: Path) -> bool:
 
 
 def assert_personal_models_of(folder: Path, reference: Result) -> None:
-    for client in range(3):
+    index = json.loads((reference.path / "models" / "index.json").read_text())
+    for client, entry in enumerate(index["clients"]):
         ours = tensorfile.load(personal_checkpoint(folder, client))
-        theirs = reference.model(client).state_dict()
+        theirs = tensorfile.load(reference.path / "models" / entry["models"]["personal"])
         assert ours.keys() == theirs.keys()
         for name, tensor in theirs.items():
             assert torch.allclose(ours[name], tensor, rtol=1e-4, atol=1e-6), (client, name)
@@ -91,11 +92,13 @@ def test_three_sites_end_as_the_simulation_though_the_coordinator_is_killed(
 
 
 def test_with_tls_only_registered_sites_take_part(tmp_path: Path) -> None:
+    """With PerFed-Evidence, whose clients have two models each."""
+    changes = {"algorithm": "perfed-evidence", "rounds": 2}
     certificates = tmp_path / "certificates"
     write_certificates(certificates, 3, [])
     write_certificates(tmp_path / "other", 1, [])  # another authority
     write_node_key(certificates / "stranger")
-    folder = write_federation(tmp_path / "federation", options=PROCESSES, rounds=2)
+    folder = write_federation(tmp_path / "federation", options=PROCESSES, **changes)
     trusted = ["--root-certificates", str(certificates / "ca.crt")]
     wrong = ["--root-certificates", str(tmp_path / "other" / "ca.crt")]
 
@@ -134,7 +137,7 @@ def test_with_tls_only_registered_sites_take_part(tmp_path: Path) -> None:
             assert "SuperNode ID" not in intruder.text()
         assert stranger.code() % 256 == 305 % 256 or "305" in stranger.text()
         assert "certificate" in misled.text().lower()
-    assert_personal_models_of(folder, simulated(tmp_path / "simulation", rounds=2))
+    assert_personal_models_of(folder, simulated(tmp_path / "simulation", **changes))
 
 
 def assert_only_sites_pass(port: int, certificates: Path) -> None:

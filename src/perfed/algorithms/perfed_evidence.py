@@ -3,32 +3,38 @@
 As in PerFed-CKT only soft decisions on a small unlabeled public set P cross the network, so every
 client may have a model of its own. But a soft decision carries its sender's label mix: a client
 that has seen cats only says "cat" to everything. Taught to others, that replaces their own mix, and
-under label skew the student loses more than it learns. So the mix π is kept apart from what is
-known about x:
+under label skew the student loses more than it learns. Four things are different here:
 
-- A client trains its logits z by cross-entropy of z + log π_k, and predicts with z + log π_k, where
-  π_k is estimated from its own label counts. z is then evidence, log p(x | y) up to a constant.
-- Its soft decisions s_k = softmax(z + log π_k), divided by their mean over P, q_k, compare the
-  classes that the client has seen: log p(x | y) − log p(x | y'). Of others they say nothing. The
-  server looks for the evidence ℓ(x, ·) that agrees with all clients' comparisons, each class of
-  each client weighing as much as samples stand behind it, n_k q_k(y):
+- **Witnesses speak first-hand.** A client has two models. The *witness* is trained on its own data
+  only, exactly as in local training, and its soft decisions s_k are what is sent. The *student* is
+  taught. So nobody repeats what it was told, and a teacher is as good as its witnesses from the
+  beginning, not as its students, who are slow.
+- **Evidence is pooled, not opinions.** Divided by their mean over P, q_k, soft decisions compare
+  the classes that the witness has seen: log p(x | y) − log p(x | y'). Of others they say nothing.
+  The server looks for the evidence ℓ(x, ·) that agrees with all witnesses' comparisons, each class
+  of each client weighing as much as samples stand behind it, n_k q_k(y):
 
       minimise  Σ_k Σ_y n_k q_k(y) (log s_k(x, y) − log q_k(y) − c_k(x) − ℓ(x, y))²  over ℓ and c.
 
   That is one linear system in N unknowns, the same for all x. A client with one label has no
   weight in it, one with two ties these two together, and many such make a whole. The server
-  remembers what every client sent last.
-- ℓ is broadcast, one matrix for all. A client learns from it under a mix between its own and the
-  uniform one, μ_k = (π_k + 1/N) / 2, so that it attends to its own classes:
+  remembers what every client sent last, and broadcasts ℓ: one matrix for all.
+- **A label mix is kept apart.** With π_k, estimated from its own label counts, a student's logits z
+  are trained by cross-entropy of z + log π_k, so that z is evidence too; and it learns from ℓ under
+  a mix between its own and the uniform one, μ_k = (π_k + 1/N) / 2, so that it attends to its own
+  classes:
 
-      λ ‖softmax(z(x) + log μ_k) − softmax(ℓ(x) + log μ_k)‖².
+      λ KL(softmax(ℓ(x) + log μ_k) ‖ softmax(z(x) + log μ_k)).
 
-- Beside this *taught* model a client trains one alone, on the same mini-batches, and uses the
-  taught one only where there is reason to. Where the two disagree about a validation sample, one of
-  them wins; a client tells the server how often either did, and the server tells all the share of
-  the taught models' wins. That share counts for a client like two wins and losses of its own: a
-  client with a handful of samples profits from what all others found. The accuracy on validation
-  data is then no held-out evidence any more. ``keep_alone: false`` does without, for half the work.
+- **A student must prove itself.** A client predicts with a mixture of its two models,
+
+      (1 − w) softmax(witness) + w softmax(β z + log π_k),
+
+  and chooses w and β by the likelihood of its validation samples. These may be two; so it tells
+  the server how much each choice gained over the witness alone, and what all clients found, on
+  average, counts like PRIOR_SAMPLES samples of its own. The burden of proof is the student's: w has
+  the prior e^(−caution · w), and w = 0 is local training. The accuracy on validation data is no
+  held-out evidence any more.
 """
 
 from __future__ import annotations
@@ -41,22 +47,22 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, softmax
 
 from perfed.core.algorithm import (
+    Adjusted,
     Algorithm,
     Client,
     ClientInfo,
     Judged,
+    Mixture,
     Network,
     Private,
     Public,
     Reply,
     Server,
-    Shifted,
     algorithms,
-    supervised,
 )
 from perfed.core.message import Message
 from perfed.core.schema import option
-from perfed.core.tree import Tree, combine
+from perfed.core.tree import Tree, Weights
 
 # Total concentrations of the Dirichlet laws a label mix may come from: nearly one label … uniform.
 CONCENTRATIONS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
@@ -66,36 +72,33 @@ SMALLEST_PROBABILITY = 1e-4
 # system finite, and is far below one sample.
 SMALLEST_SHARE = 1e-4
 RIDGE = 1e-3
-# What everybody found counts for a client like so many disagreements of its own.
-PRIOR_STRENGTH = 2.0
-# A client's share of wins must be above this for it to use the taught model, …
-ENOUGH = 2 / 3
-# … and the share among all clients above this where its own samples do not decide.
-ENOUGH_UNSEEN = 0.9
+# The choices for β (a student may be too sure of what it was taught, or not sure enough) and w.
+SHARPNESS = (0.5, 1.0, 1.5)
+SHARES = (0.25, 0.5, 0.75, 1.0)
+# No single sample may cost more than the logarithm of this: one mistake is one mistake.
+FLOOR = 0.01
+PRIOR_SAMPLES = 12.0
 
 
 @algorithms.register("perfed-evidence")
 @dataclass(frozen=True)
 class PerFedEvidence(Algorithm):
-    weight: float = option(8.0, "weight of agreement with the pooled evidence", symbol="λ", ge=0)
-    keep_alone: bool = option(
-        True,
-        "train a model alone too, and use the taught one where validation samples speak for it",
+    weight: float = option(2.0, "weight of agreement with the pooled evidence", symbol="λ", ge=0)
+    caution: float = option(
+        3.0,
+        "how much more likely validation samples must be by the taught model before it is used "
+        "(logarithm); more of it harms fewer clients and helps fewer",
+        ge=0,
     )
 
     needs_public_set = trains_on_public_set = True
 
     def first_message(self, client: Client) -> Message:
-        mix = label_mix(client.label_counts())
-        return self.message(client, mix, contest=mix.new_zeros(2))
+        untried = label_mix(client.label_counts()).new_zeros(len(SHARPNESS), len(SHARES))
+        return self.message(client, untried)
 
-    def message(self, client: Client, mix: Tensor, contest: Tensor) -> Message:
-        spoken = client.soft_decisions() * mix
-        return Message(
-            soft_decisions=spoken / spoken.sum(1, keepdim=True),
-            samples=client.samples,
-            contest=contest,
-        )
+    def message(self, client: Client, gains: Tensor) -> Message:
+        return Message(soft_decisions=client.soft_decisions(), samples=client.samples, gains=gains)
 
     def merge(self, server: Server, state: Tree, replies: Sequence[Reply]) -> Tree:
         bank = state.get("bank", {}) | {str(r.client.id): dict(r.message) for r in replies}
@@ -103,34 +106,35 @@ class PerFedEvidence(Algorithm):
         def everybodys(name: str) -> Tensor:
             return torch.stack([sent[name] for sent in bank.values()])
 
-        wins, losses = everybodys("contest").sum(0)
         return {
             "bank": bank,
             "evidence": pooled_evidence(everybodys("soft_decisions"), everybodys("samples")),
-            "win_share": (wins + 1) / (wins + losses + 2),
+            "gains": everybodys("gains").mean(0),
         }
 
     def broadcast(self, server: Server, state: Tree, client: ClientInfo) -> Message:
-        return Message(evidence=state["evidence"], win_share=state["win_share"])
+        return Message(evidence=state["evidence"], gains=state["gains"])
 
     def client_round(self, client: Client, message: Message) -> Message:
         mix = label_mix(client.label_counts())
         attention = (mix + 1 / len(mix)) / 2
         teacher = softmax(message["evidence"] + attention.log(), dim=1)
-        alone = client.state.get("alone", client.weights)
-        client.weights = client.sgd(
-            client.weights, self.objective, mix.log(), attention.log(), teacher, stream=0
+        student = client.sgd(
+            client.state.get("student", client.weights),
+            self.lesson,
+            mix.log(),
+            attention.log(),
+            teacher,
+            stream=0,
         )
-        contest = mix.new_zeros(2)
-        if self.keep_alone:
-            alone = client.sgd(alone, supervised, stream=0)
-            taught = client.correct(Shifted(client.weights, mix.log()), "validation")
-            untaught = client.correct(alone, "validation")
-            contest = torch.stack([(taught & ~untaught).sum(), (untaught & ~taught).sum()]).to(mix)
-            client.state = {"alone": alone, "taught": trusts(contest, message["win_share"])}
-        return self.message(client, mix, contest)
+        client.weights = client.sgd(client.weights, first_hand, stream=0)
+        gains, samples = trial(client, student, mix.log())
+        proof = gains * samples + PRIOR_SAMPLES * message["gains"]
+        share, sharpness = choice(proof, self.caution)
+        client.state = {"student": student, "share": share, "sharpness": sharpness}
+        return self.message(client, gains)
 
-    def objective(
+    def lesson(
         self,
         model: Network,
         private: Private,
@@ -142,26 +146,44 @@ class PerFedEvidence(Algorithm):
         loss = cross_entropy(model(private.x) + log_mix, private.y)
         if self.weight == 0:
             return loss
-        student = softmax(model.public(public.x) + log_attention, dim=1)
-        return loss + self.weight * (teacher[public.index] - student).square().sum(1).mean()
+        # The divergence up to the teacher's entropy, which no student can change.
+        said = model.public(public.x) + log_attention
+        return loss + self.weight * cross_entropy(said, teacher[public.index])
 
     def models(self, client: Client, message: Message) -> dict[str, Judged]:
+        if "student" not in client.state:
+            return {"personal": client.weights}
+        share, sharpness = client.state["share"], client.state["sharpness"]
         log_mix = label_mix(client.label_counts()).log()
-        if "taught" not in client.state:
-            return {"personal": Shifted(client.weights, log_mix)}
-        taught = client.state["taught"]
-        weights = combine(
-            [client.weights, client.state["alone"]],
-            lambda pair: torch.where(taught, pair[0], pair[1]),
-        )
-        return {"personal": Shifted(weights, torch.where(taught, log_mix, 0.0))}
+        student = Adjusted(client.state["student"], sharpness, log_mix)
+        return {"personal": Mixture((client.weights, student), torch.stack([1 - share, share]))}
 
 
-def trusts(contest: Tensor, win_share: Tensor) -> Tensor:
-    """Whether a client with these wins and losses uses the taught model."""
-    wins, losses = contest
-    own = (wins + PRIOR_STRENGTH * win_share) / (wins + losses + PRIOR_STRENGTH)
-    return torch.where(wins == losses, win_share > ENOUGH_UNSEEN, (wins > losses) & (own > ENOUGH))
+def first_hand(model: Network, private: Private, public: Public) -> Tensor:
+    """Local training; public samples only pass through, for BatchNorm's statistics of them."""
+    model.public(public.x)
+    return cross_entropy(model(private.x), private.y)
+
+
+def trial(client: Client, student: Weights, log_mix: Tensor) -> tuple[Tensor, int]:
+    """How much the log-likelihood of a validation sample gains by each choice of β and w, on
+    average, and of how many samples."""
+    alone = client.likelihoods(client.weights, "validation")
+    sharpened = [Adjusted(student, beta, log_mix) for beta in log_mix.new_tensor(SHARPNESS)]
+    taught = torch.stack([client.likelihoods(model, "validation") for model in sharpened])
+    shares = log_mix.new_tensor(SHARES)[:, None]
+    mixed = (1 - shares) * alone + shares * taught[:, None]  # (β, w, sample)
+    return ((mixed + FLOOR).log() - (alone + FLOOR).log()).mean(2), len(alone)
+
+
+def choice(gains: Tensor, caution: float) -> tuple[Tensor, Tensor]:
+    """The share and the sharpness with which a student is listened to, by the gain in
+    log-likelihood of each choice; a share of zero where none is worth the burden of proof."""
+    shares = gains.new_tensor(SHARES)
+    worth = gains - caution * shares
+    best = worth.argmax()
+    share = torch.where(worth.max() > 0, shares[best % len(SHARES)], 0.0)
+    return share, gains.new_tensor(SHARPNESS)[best // len(SHARES)]
 
 
 def label_mix(counts: Tensor) -> Tensor:

@@ -94,14 +94,28 @@ class ClassPrior(NamedTuple):
     logits: Tensor
 
 
-class Shifted(NamedTuple):
-    """A model whose logits are moved, the same for every input: a label mix put back, say."""
+class Adjusted(NamedTuple):
+    """A model whose logits are scaled, and then moved: a label mix put back, say."""
 
     weights: Weights
+    scale: Tensor
     offset: Tensor
 
 
-Judged = Weights | Shifted | ClassPrior
+class Mixture(NamedTuple):
+    """Models whose class probabilities are averaged, each with its share."""
+
+    models: tuple[Weights | Adjusted, ...]
+    shares: Tensor
+
+
+Judged = Weights | Adjusted | Mixture | ClassPrior
+
+
+def mixed_logits(logits: Sequence[Tensor], shares: Tensor) -> Tensor:
+    """Of a mixture, from its models' logits: the logarithm of their mean probabilities."""
+    said = torch.stack([z.log_softmax(1) for z in logits])
+    return torch.logsumexp(said + shares.log()[:, None, None], dim=0)
 
 
 class Client(Protocol):
@@ -145,8 +159,9 @@ class Client(Protocol):
     def loss(self, weights: Weights, part: str) -> Tensor:
         """Mean cross-entropy on the client's ``train`` or ``validation`` data."""
 
-    def correct(self, model: Judged, part: str) -> Tensor:
-        """Which samples of the client's ``train`` or ``validation`` data ``model`` gets right."""
+    def likelihoods(self, model: Judged, part: str) -> Tensor:
+        """The probability that ``model`` gives to the label of each sample of the client's
+        ``train`` or ``validation`` data."""
 
     def label_counts(self) -> Tensor:
         """How often each class occurs in the training data."""

@@ -17,7 +17,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from perfed.core.algorithm import ClassPrior, Judged, Objective, Private, Public, Shifted
+from perfed.core.algorithm import (
+    Adjusted,
+    ClassPrior,
+    Judged,
+    Mixture,
+    Objective,
+    Private,
+    Public,
+    mixed_logits,
+)
 from perfed.core.message import Message
 from perfed.core.streams import stream_key, torch_stream, uniform_indices
 from perfed.core.tree import Tree, Weights
@@ -197,16 +206,19 @@ class EngineClient:
         where = self.population.positions(self.id, part)
         return cross_entropy(self.logits(weights, where), self.population.y[where])
 
-    def correct(self, model: Judged, part: str) -> Tensor:
+    def likelihoods(self, model: Judged, part: str) -> Tensor:
         where = self.population.positions(self.id, part)
-        return self.logits(model, where).argmax(1) == self.population.y[where]
+        probabilities = self.logits(model, where).softmax(1)
+        return probabilities.gather(1, self.population.y[where][:, None])[:, 0]
 
     def logits(self, model: Judged, where: Tensor) -> Tensor:
         """What ``model`` says of the population's samples at ``where``."""
         if isinstance(model, ClassPrior):
             return model.logits.expand(len(where), -1)
-        if isinstance(model, Shifted):
-            return self.logits(model.weights, where) + model.offset
+        if isinstance(model, Adjusted):
+            return model.scale * self.logits(model.weights, where) + model.offset
+        if isinstance(model, Mixture):
+            return mixed_logits([self.logits(part, where) for part in model.models], model.shares)
         logits: Tensor = self.ask(Logits(self, model, where))
         return logits
 

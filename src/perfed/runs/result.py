@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from perfed.config import Comparison, Experiment, parse, read_mapping
 from perfed.core import tensorfile
-from perfed.core.algorithm import ClassPrior, Judged, Shifted
+from perfed.core.algorithm import Adjusted, ClassPrior, Judged, Mixture, mixed_logits
 from perfed.core.errors import RunError
 from perfed.core.metrics import PARTS, QUANTITIES
 from perfed.models import architectures, build_module
@@ -37,29 +37,66 @@ class ConstantLogits(nn.Module):
         return logits.expand(len(x), -1)
 
 
-class ShiftedLogits(nn.Module):
-    """A network and the label mix of its client."""
+class AdjustedLogits(nn.Module):
+    """A network, how sure of itself it should be, and the label mix of its client."""
 
-    def __init__(self, network: nn.Module, offset: Tensor) -> None:
+    def __init__(self, network: nn.Module, scale: Tensor, offset: Tensor) -> None:
         super().__init__()
         self.network = network
+        self.register_buffer("scale", scale)
         self.register_buffer("offset", offset)
 
     def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.network(x) + self.get_buffer("offset")
+        logits: Tensor = self.get_buffer("scale") * self.network(x) + self.get_buffer("offset")
         return logits
 
 
-CONSTANT, OFFSET = "class_prior_logits", "logit_offset"
+class MixedLogits(nn.Module):
+    """Models whose class probabilities are averaged."""
+
+    def __init__(self, models: Sequence[nn.Module], shares: Tensor) -> None:
+        super().__init__()
+        self.models = nn.ModuleList(models)
+        self.register_buffer("shares", shares)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return mixed_logits([model(x) for model in self.models], self.get_buffer("shares"))
+
+
+CONSTANT, OFFSET, SCALE, SHARES = "class_prior_logits", "logit_offset", "logit_scale", "shares"
 
 
 def tensors_of(model: Judged) -> dict[str, Tensor]:
-    """A model as its file holds it; :meth:`Result.model` makes a module of it again."""
+    """A model as its file holds it; :func:`module_of` makes a module of it again."""
     if isinstance(model, ClassPrior):
         return {CONSTANT: model.logits}
-    if isinstance(model, Shifted):
-        return tensors_of(model.weights) | {OFFSET: model.offset}
+    if isinstance(model, Adjusted):
+        return tensors_of(model.weights) | {OFFSET: model.offset, SCALE: model.scale}
+    if isinstance(model, Mixture):
+        parts = enumerate(map(tensors_of, model.models))
+        named = {f"{number}:{name}": t for number, part in parts for name, t in part.items()}
+        return named | {SHARES: model.shares}
     return model.params | model.buffers
+
+
+def module_of(
+    tensors: Mapping[str, Tensor], network: Callable[[dict[str, Tensor]], nn.Module]
+) -> nn.Module:
+    """The model that a file holds; ``network`` makes one of a client's architecture."""
+    rest = dict(tensors)
+    if CONSTANT in rest:
+        return ConstantLogits(rest[CONSTANT])
+    if SHARES in rest:
+        shares = rest.pop(SHARES)
+        parts: list[dict[str, Tensor]] = [{} for _ in shares]
+        for name, tensor in rest.items():
+            number, _, name_there = name.partition(":")
+            parts[int(number)][name_there] = tensor
+        return MixedLogits([module_of(part, network) for part in parts], shares)
+    if OFFSET in rest:
+        offset, scale = rest.pop(OFFSET), rest.pop(SCALE)
+        return AdjustedLogits(network(rest), scale, offset)
+    return network(rest)
 
 
 class Result:
@@ -172,17 +209,18 @@ class Result:
         if kind is not None and kind not in files:
             raise RunError(f"client {client} has no {kind} model, only {', '.join(files)}")
         tensors = tensorfile.load(self.path / "models" / (files[kind] if kind else headline(files)))
-        if CONSTANT in tensors:
-            return ConstantLogits(tensors[CONSTANT])
-        offset = tensors.pop(OFFSET, None)
         architecture = architectures.build(index["architectures"][entry["architecture"]])
-        module = build_module(architecture, tuple(index["input_shape"]), index["classes"])
-        own = dict(module.named_parameters()) | dict(module.named_buffers())
-        if own.keys() != tensors.keys():
-            raise RunError(f"{files} holds other tensors than '{architecture.label()}' has now")
-        for name, tensor in own.items():
-            tensor.data = tensors[name]
-        return (module if offset is None else ShiftedLogits(module, offset)).eval()
+
+        def network(own: dict[str, Tensor]) -> nn.Module:
+            module = build_module(architecture, tuple(index["input_shape"]), index["classes"])
+            there = dict(module.named_parameters()) | dict(module.named_buffers())
+            if there.keys() != own.keys():
+                raise RunError(f"{files} holds other tensors than '{architecture.label()}' has now")
+            for name, tensor in there.items():
+                tensor.data = own[name]
+            return module
+
+        return module_of(tensors, network).eval()
 
     def table(self) -> str:
         """The summary as plain text."""
