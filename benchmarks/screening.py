@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -28,11 +28,15 @@ from perfed import Experiment
 from perfed.algorithms.clustering import cmeans, nearest
 from perfed.algorithms.perfed_evidence import (
     CONCENTRATIONS,
+    FLOOR,
+    PRIOR_SAMPLES,
+    SHARES,
+    SHARPNESS,
     SMALLEST_PROBABILITY,
     SMALLEST_SHARE,
+    choice,
     label_mix,
     pooled_evidence,
-    trusts,
 )
 from perfed.core.schema import from_mapping
 from perfed.core.streams import numpy_stream, stream_key
@@ -45,6 +49,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 } | {name: PARTITIONS["digits"][name] for name in ("Dir(0.01)", "Dir(0.1)", "Dir(1)", "IID")}
 HIDDEN = DIGITS["models"]["architectures"][0]["hidden"][0]
 CLUSTERS = 3
+CENTRAL_STEPS = 2000
 SMALL = 10  # training samples
 HARM = 2  # points
 
@@ -160,6 +165,7 @@ class Idea:
     weight: float = 0.0
     distance: Callable[[Tensor, Tensor], Tensor] = squares
     by_content: bool = False  # public samples weigh as much as the teacher says about them
+    first_hand: bool = False  # models trained alone speak, not those that are taught
     offsets: bool = False  # by label mixes; without, all mixes are uniform, which shifts nothing
 
     def lesson(self, frame: Frame, drawn: Tensor) -> Lesson:
@@ -219,6 +225,21 @@ class Evidence(Idea):
         return Lesson((evidence + attention.log()[:, None]).softmax(2), attention, mixes)
 
 
+def omniscient(clients: Clients) -> Callable[[Tensor, Tensor], Tensor]:
+    """A bound, no method: the evidence of one network trained on all clients' samples."""
+    positions = clients.positions["train"][clients.is_sample("train")]
+    generator = torch.Generator().manual_seed(stream_key(clients.experiment.seed, "central"))
+    weights = [w[:1] for w in initial(clients)]
+    for _ in range(CENTRAL_STEPS):
+        batch = positions[torch.randint(len(positions), (64,), generator=generator)]
+        weights = [w.requires_grad_() for w in weights]
+        loss = cross_entropy(forward(weights, clients.x[batch][None])[0], clients.y[batch])
+        gradients = torch.autograd.grad(loss, weights)
+        weights = [(w - 0.1 * g).detach() for w, g in zip(weights, gradients, strict=True)]
+    said = forward(weights, clients.public[None])[0].softmax(1)
+    return lambda decisions, samples: mean_opinion(said[None], torch.ones(1))
+
+
 def spoken_mixes(decisions: Tensor) -> Tensor:
     spoken = decisions.mean(1) + SMALLEST_SHARE
     return spoken / spoken.sum(1, keepdim=True)
@@ -272,6 +293,7 @@ def mixes_by_kin(frame: Frame, drawn: Tensor) -> Tensor:
 class Trained:
     weights: Weights
     mixes: Tensor
+    spoken: list[Tensor]  # what those drawn said after each round
 
     def __call__(self, x: Tensor) -> Tensor:
         return forward(self.weights, x) + self.mixes.log()[:, None]
@@ -293,7 +315,9 @@ def forward(weights: Weights, x: Tensor) -> Tensor:
     return torch.baddbmm(second_bias, hidden, second)
 
 
-def train(clients: Clients, idea: Idea, rounds: list[Draw]) -> Trained:
+def train(
+    clients: Clients, idea: Idea, rounds: list[Draw], witnesses: Trained | None = None
+) -> Trained:
     weights = initial(clients)
     mixes = uniform(*clients.counts.shape)
     if idea.offsets:
@@ -302,6 +326,7 @@ def train(clients: Clients, idea: Idea, rounds: list[Draw]) -> Trained:
     known = torch.zeros(clients.count, dtype=torch.bool)
     known[first] = True
     frame = Frame(clients, mixes, decisions(clients, weights, mixes), known, first)
+    spoken = []
     for frame.round, draw in enumerate(rounds):
         drawn = draw.clients
         lesson = idea.lesson(frame, drawn)
@@ -309,9 +334,11 @@ def train(clients: Clients, idea: Idea, rounds: list[Draw]) -> Trained:
         for all_clients, some in zip(weights, trained, strict=True):
             all_clients[drawn] = some
         frame.mixes[drawn] = lesson.mixes
-        frame.decisions[drawn] = decisions(clients, trained, lesson.mixes)
+        spoken.append(decisions(clients, trained, lesson.mixes))
+        heard = witnesses.spoken if idea.first_hand and witnesses else spoken
+        frame.decisions[drawn] = heard[frame.round]
         frame.known[drawn], frame.last = True, drawn
-    return Trained(weights, frame.mixes)
+    return Trained(weights, frame.mixes, spoken)
 
 
 def decisions(clients: Clients, weights: Weights, mixes: Tensor) -> Tensor:
@@ -341,8 +368,10 @@ def sgd(clients: Clients, idea: Idea, lesson: Lesson, weights: Weights, draw: Dr
 
 # ----------------------------------------------------------------------- the screening
 
+SPEAKERS = "least squares: who speaks"
 LEAST_SQUARES = Evidence()
-TAUGHT = Evidence(weight=8)  # what the gates decide about
+# What the gates decide about: PerFed-Evidence's student.
+TAUGHT = Evidence(weight=2, distance=divergence, first_hand=True)
 IDEAS: dict[str, dict[str, Idea]] = {
     "PerFed-CKT's server, c=3, λ=2": {
         "as printed": Opinions(2, offsets=False),
@@ -370,7 +399,7 @@ IDEAS: dict[str, dict[str, Idea]] = {
     "least squares: how it is taught": {
         "λ=2": Evidence(weight=2),
         "λ=4": LEAST_SQUARES,
-        "λ=8": TAUGHT,
+        "λ=8": Evidence(weight=8),
         "KL instead of squares, λ=3": Evidence(weight=3, distance=divergence),
         "teacher sharpened ×1.5, λ=4": Evidence(sharpness=1.5),
         "teacher softened ×0.7, λ=4": Evidence(sharpness=0.7),
@@ -378,14 +407,25 @@ IDEAS: dict[str, dict[str, Idea]] = {
         "samples weighted by what the teacher says, λ=16": Evidence(weight=16, by_content=True),
         "label mixes around those of kin, λ=4": Evidence(kin_mixes=True),
     },
+    SPEAKERS: {
+        "those who are taught, λ=8": Evidence(weight=8),
+        "models trained alone, λ=8": Evidence(weight=8, first_hand=True),
+        "those who are taught, KL λ=2": Evidence(weight=2, distance=divergence),
+        "models trained alone, KL λ=2": TAUGHT,
+        "models trained alone, KL λ=1": Evidence(1, divergence, first_hand=True),
+        "models trained alone, KL λ=4": Evidence(4, divergence, first_hand=True),
+    },
 }
 REFERENCES = "without any transfer"
-GATES = "least squares, λ=8: who uses the taught model, and who one trained alone"
+GATES = "models trained alone speak, KL λ=2: who uses the taught model, and who one trained alone"
+# Of the rule by wins: what everybody's wins count for, and the shares of wins that are enough.
+STRENGTH, ENOUGH, ENOUGH_UNSEEN = 2, 2 / 3, 0.9
 
 
-def pooled_rule(wins: Tensor, losses: Tensor) -> Tensor:
+def pooled_wins(wins: Tensor, losses: Tensor) -> Tensor:
     share = (wins.sum() + 1) / (wins.sum() + losses.sum() + 2)
-    return trusts(torch.stack([wins, losses]), share)
+    own = (wins + STRENGTH * share) / (wins + losses + STRENGTH)
+    return torch.where(wins == losses, share > ENOUGH_UNSEEN, (wins > losses) & (own > ENOUGH))
 
 
 # By each client's disagreements of the two models on validation samples.
@@ -393,9 +433,53 @@ RULES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "always the taught one": lambda wins, losses: wins >= 0,
     "more wins than losses": lambda wins, losses: wins > losses,
     "no fewer wins than losses": lambda wins, losses: wins >= losses,
-    "wins, with everybody's as prior (PerFed-Evidence)": pooled_rule,
+    "wins, with everybody's as prior": pooled_wins,
 }
-BOUND = "the better one on the test samples (a bound, no method)"
+CAUTIONS = {
+    "a mixture, by everybody's likelihoods and its own, caution 0": 0.0,
+    "caution 3 (PerFed-Evidence)": 3.0,
+    "caution 8": 8.0,
+}
+BOUND = "the better of the two on the test samples (a bound for choosing one, no method)"
+
+
+def likelihoods(clients: Clients, judge: Callable[[Tensor], Tensor]) -> Tensor:
+    """Of each client's validation samples, (K, largest part)."""
+    where = clients.positions["validation"]
+    said = judge(clients.x[where]).softmax(2)
+    return said.gather(2, clients.y[where][..., None])[..., 0] + FLOOR
+
+
+def mixture(
+    taught: Trained, alone: Trained, shares: Tensor, sharpness: Tensor
+) -> Callable[[Tensor], Tensor]:
+    def judge(x: Tensor) -> Tensor:
+        evidence = sharpness[:, None, None] * forward(taught.weights, x)
+        student = (evidence + taught.mixes.log()[:, None]).softmax(2)
+        share = shares[:, None, None]
+        return ((1 - share) * alone(x).softmax(2) + share * student).log()
+
+    return judge
+
+
+def by_likelihood(clients: Clients, taught: Trained, alone: Trained) -> dict[str, Tensor]:
+    """Accuracies of PerFed-Evidence's mixtures, with more and more caution."""
+    everybody, sizes = torch.ones(clients.count), clients.sizes["validation"]
+    own = likelihoods(clients, alone).log()
+    gains = torch.zeros(clients.count, len(SHARPNESS), len(SHARES))
+    for i, beta in enumerate(SHARPNESS):
+        for j, share in enumerate(SHARES):
+            judge = mixture(taught, alone, share * everybody, beta * everybody)
+            gain = (likelihoods(clients, judge).log() - own) * clients.is_sample("validation")
+            gains[:, i, j] = gain.sum(1) / sizes
+    proof = gains * sizes[:, None, None] + PRIOR_SAMPLES * gains.mean(0)
+    accuracies = {}
+    for name, caution in CAUTIONS.items():
+        chosen = [choice(of_client, caution) for of_client in proof]
+        shares, sharpness = (torch.stack(column) for column in zip(*chosen, strict=True))
+        accuracies[name] = clients.accuracy(mixture(taught, alone, shares, sharpness))
+    return accuracies
+
 
 Accuracies = dict[tuple[str, str], Tensor]  # by group and idea, of each client, in percent
 
@@ -416,21 +500,29 @@ def gates(clients: Clients, taught: Trained, alone: Trained) -> Accuracies:
     right, right_alone = (clients.correct("validation", model) for model in (taught, alone))
     wins, losses = (right & ~right_alone).sum(1), (right_alone & ~right).sum(1)
     on_test, on_test_alone = clients.accuracy(taught), clients.accuracy(alone)
-    used = {name: rule(wins, losses) for name, rule in RULES.items()}
-    used[BOUND] = on_test > on_test_alone
-    return {(GATES, name): torch.where(u, on_test, on_test_alone) for name, u in used.items()}
+    found = {
+        name: torch.where(rule(wins, losses), on_test, on_test_alone)
+        for name, rule in RULES.items()
+    }
+    found |= by_likelihood(clients, taught, alone)
+    found[BOUND] = torch.maximum(on_test, on_test_alone)
+    return {(GATES, name): accuracy for name, accuracy in found.items()}
 
 
 def screen(clients: Clients) -> Accuracies:
     rounds = draws(clients)
     alone = train(clients, Idea(), rounds)
     different = {idea for group in IDEAS.values() for idea in group.values()}
-    trained = {idea: train(clients, idea, rounds) for idea in different}
+    trained = {idea: train(clients, idea, rounds, witnesses=alone) for idea in different}
     tried = {
         (group, name): clients.accuracy(trained[idea])
         for group, ideas in IDEAS.items()
         for name, idea in ideas.items()
     }
+    bound = train(clients, replace(TAUGHT, pool=omniscient(clients)), rounds)
+    tried[SPEAKERS, "one trained on everybody's data (a bound, no method), KL λ=2"] = (
+        clients.accuracy(bound)
+    )
     return references(clients, alone) | tried | gates(clients, trained[TAUGHT], alone)
 
 

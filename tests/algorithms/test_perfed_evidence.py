@@ -24,7 +24,8 @@ from perfed.algorithms.perfed_evidence import (
 )
 from perfed.core.message import Message
 from perfed.core.streams import stream_key, uniform_indices
-from perfed.core.tree import Weights
+from perfed.core.tree import Weights, combine
+from perfed.engines.base import ClientRecord
 from perfed.runs.result import module_of, tensors_of
 from tests.conftest import played, simulate, tiny
 
@@ -324,3 +325,21 @@ def test_a_client_sends_its_witness_and_what_its_student_is_worth() -> None:
         assert not share or float(record.state["sharpness"]) == best[1]
         chosen.add(share)
     assert len(chosen) > 1  # or it could not be told what decides
+
+
+def test_a_student_goes_on_where_it_was() -> None:
+    simulation = played(
+        1, algorithm="perfed-evidence", training={"learning_rate": 1e-3, "steps": 1}
+    )
+    population = simulation.population
+    client, record = next((k, r) for k, r in population.records.items() if r.state)
+    forgetful = combine([record.state["student"]], lambda tensors: torch.zeros_like(tensors[0]))
+    population.commit({client: ClientRecord(record.weights, record.state | {"student": forgetful})})
+    message = Message(evidence=torch.zeros(30, 10), gains=gains_of((0, 0), 0.0))
+    _, records = population.run(simulation.algorithm.client_round, {client: message}, 1)
+
+    def largest(weights: Weights) -> float:
+        return max(float(tensor.abs().max()) for tensor in weights.params.values())
+
+    assert largest(records[client].state["student"]) < 0.01
+    assert largest(records[client].weights) > 0.1
