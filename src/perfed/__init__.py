@@ -16,7 +16,7 @@ from perfed.core.tree import Weights
 from perfed.data import Split, datasets, partitions
 from perfed.engines import Execution
 from perfed.models import Models, architectures
-from perfed.runs import Callback, ComparisonResult, Result, compare, resume, run
+from perfed.runs import Callback, ComparisonResult, Result, compare, load_model, resume, run
 
 try:
     __version__ = _metadata.version("perfed")
@@ -42,6 +42,7 @@ __all__ = [
     "compare",
     "datasets",
     "load",
+    "load_model",
     "partitions",
     "resume",
     "run",

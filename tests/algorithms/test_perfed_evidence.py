@@ -1,6 +1,5 @@
 """PerFed-Evidence against its formulas, written out by hand, and what must follow from them."""
 
-import copy
 from pathlib import Path
 
 import numpy as np
@@ -22,11 +21,15 @@ from perfed.algorithms.perfed_evidence import (
     label_mix,
     pooled_evidence,
 )
+from perfed.core import tensorfile
+from perfed.core.algorithm import Adjusted, Mixture
+from perfed.core.errors import RunError
 from perfed.core.message import Message
 from perfed.core.streams import stream_key, uniform_indices
 from perfed.core.tree import Weights, combine
+from perfed.data import build_federation
 from perfed.engines.base import ClientRecord
-from perfed.runs.result import module_of, tensors_of
+from perfed.runs.result import MixedLogits, module_of, tensors_of
 from tests.conftest import played, simulate, tiny
 
 CLASSES = 4
@@ -150,10 +153,14 @@ def test_of_two_choices_the_one_worth_more_than_its_burden_is_taken() -> None:
     assert [float(f) for f in choice(gains, CAUTION)] == [SHARES[3], SHARPNESS[2]]
 
 
-def test_the_witness_is_local_training_to_the_bit() -> None:
-    models = {"architectures": ["mlp", {"name": "cnn", "batchnorm": True}]}
-    evidence = played(3, algorithm="perfed-evidence", models=models)
-    local = played(3, algorithm={"name": "local", "participation": "drawn"}, models=models)
+@pytest.mark.parametrize("public_batchnorm", ["separate", "private", "shared"])
+def test_the_witness_is_local_training_to_the_bit(public_batchnorm: str) -> None:
+    changes = {
+        "models": {"architectures": ["mlp", {"name": "cnn", "batchnorm": True}]},
+        "training": {"steps": 3, "batch_size": 8, "public_batchnorm": public_batchnorm},
+    }
+    evidence = played(3, algorithm="perfed-evidence", **changes)
+    local = played(3, algorithm={"name": "local", "participation": "drawn"}, **changes)
     drawn = 0
     for client, record in evidence.population.records.items():
         if record.state:
@@ -197,33 +204,41 @@ def test_the_server_pools_what_each_client_sent_last() -> None:
     assert torch.allclose(state["gains"], gains_of((1, 2), (0.25 + 0.5 + 1.0) / 3))
 
 
-def test_a_share_of_zero_is_the_witness_and_of_one_the_student() -> None:
-    simulation = played(2, algorithm="perfed-evidence")
-    population = simulation.population
+@pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
+def test_a_client_predicts_with_a_mixture_of_its_two_models(share: float) -> None:
+    """Judged by an engine, and made a module of; a share of zero is the witness alone."""
+    simulation = played(
+        2, algorithm="perfed-evidence", models={"architectures": [{"name": "mlp", "hidden": []}]}
+    )
+    population, samples = simulation.population, simulation.federation.samples
     client, record = next((k, r) for k, r in population.records.items() if r.state)
-    samples = simulation.federation.samples
-    x = torch.tensor(samples.x[simulation.federation.splits[client].test]).float()
-    train = simulation.federation.splits[client].train
-    mix = label_mix(torch.bincount(torch.tensor(samples.y[train]), minlength=10))
+    record.state |= {"share": torch.tensor(share), "sharpness": torch.tensor(0.5)}
+    population.commit({client: record})
+    split = simulation.federation.splits[client]
+    x = samples.x[split.test].reshape(len(split.test), 64)
+    mix = label_mix(torch.bincount(torch.tensor(samples.y[split.train]), minlength=10)).numpy()
+
+    def logits(weights: Weights) -> np.ndarray:
+        return x @ weights.params["1.weight"].numpy().T + weights.params["1.bias"].numpy()
+
+    witness = softmax(logits(record.weights))
+    student = softmax(0.5 * logits(record.state["student"]) + np.log(mix))
+    expected = (1 - share) * witness + share * student
+
     message = simulation._evaluation_messages(2)[client]
-    network = population.modules[population.architectures[client]]
+    model = population.models(client, message, 2)["personal"]
+    assert isinstance(model, Mixture) is (share > 0)
+    judged = population.evaluate({client: message}, 2)["personal"]
+    likelihoods = expected[np.arange(len(x)), samples.y[split.test]]
+    assert judged["test_loss"][client] == pytest.approx(-np.log(likelihoods).mean(), rel=1e-4)
 
-    def judged(share: float) -> torch.Tensor:
-        record.state |= {"share": torch.tensor(share), "sharpness": torch.tensor(0.5)}
-        population.commit({client: record})
-        model = population.models(client, message, 2)["personal"]
-        return module_of(tensors_of(model), as_module)(x).softmax(1)
-
-    def as_module(tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
-        module = copy.deepcopy(network)
+    def network(tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
+        module = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
         module.load_state_dict(tensors)
-        return module.eval()
+        return module
 
-    own = as_module(record.weights.params)(x).softmax(1)
-    student = (0.5 * as_module(record.state["student"].params)(x) + mix.log()).softmax(1)
-    assert torch.allclose(judged(0.0), own, atol=1e-6)
-    assert torch.allclose(judged(1.0), student, atol=1e-6)
-    assert torch.allclose(judged(0.25), 0.75 * own + 0.25 * student, atol=1e-6)
+    said = module_of(tensors_of(model), network)(torch.tensor(x).float()).softmax(1)
+    assert np.allclose(said.detach().numpy(), expected, atol=1e-5)
 
 
 @pytest.mark.usefixtures("float64")
@@ -270,16 +285,52 @@ def test_one_step_is_the_gradient_of_the_objective() -> None:
 
 
 def test_a_saved_model_predicts_as_it_was_judged(tmp_path: Path) -> None:
-    result = perfed.run(tiny(algorithm="perfed-evidence"), tmp_path / "run")
+    experiment = tiny(
+        algorithm={"name": "perfed-evidence", "caution": 0.0},
+        models={"architectures": [{"name": "cnn", "batchnorm": True}]},
+        training={"learning_rate": 0.1, "steps": 10, "batch_size": 8, "public_batch_size": 16},
+    )
+    result = perfed.run(experiment, tmp_path / "run")
     frame = result.per_client()
-    last = frame[frame["round"] == frame["round"].max()]
-    federation = simulate(algorithm="perfed-evidence").federation
-    for client in range(3):
-        test = federation.splits[client].test
-        logits = result.model(client)(torch.tensor(federation.samples.x[test]).float())
-        accuracy = (logits.argmax(1).numpy() == federation.samples.y[test]).mean()
-        recorded = last[last["client"] == client]["test_accuracy"].item()
-        assert accuracy == pytest.approx(recorded)
+    last = frame[frame["round"] == frame["round"].max()].set_index("client")
+    e = experiment
+    federation = build_federation(e.data, e.partition, e.split, e.clients, e.seed)
+    mixtures = 0
+    for client, split in enumerate(federation.splits):
+        model = result.model(client)
+        mixtures += isinstance(model, MixedLogits)
+        logits = model(torch.tensor(federation.samples.x[split.test]).float()).detach()
+        y = torch.tensor(federation.samples.y[split.test]).long()
+        loss = torch.nn.functional.cross_entropy(logits, y)
+        assert float(loss) == pytest.approx(last.loc[client, "test_loss"], rel=1e-4)
+    assert mixtures
+
+
+class OwnNames(torch.nn.Module):
+    """A network whose parameters have the names of parts of a mixture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shares = torch.nn.Parameter(torch.full((3,), 2.0))
+        self.logit_scale = torch.nn.Parameter(torch.tensor(3.0))
+        self.linear = torch.nn.Linear(2, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.logit_scale * self.linear(x) + self.shares
+
+
+def test_a_file_keeps_a_networks_own_names_apart(tmp_path: Path) -> None:
+    network, x = OwnNames(), torch.randn(5, 2)
+    weights = Weights({n: p.detach() for n, p in network.named_parameters()}, {})
+    student = Adjusted(weights, torch.tensor(0.5), torch.tensor([1.0, 0, -1]))
+    model = Mixture((weights, student), torch.tensor([0.25, 0.75]))
+    tensorfile.save(tmp_path / "personal.safetensors", tensors_of(model))
+    loaded = perfed.load_model(tmp_path / "personal.safetensors", OwnNames())
+    taught = (0.5 * network(x) + student.offset).softmax(1)
+    expected = 0.25 * network(x).softmax(1) + 0.75 * taught
+    assert torch.allclose(loaded(x).softmax(1), expected, atol=1e-6)
+    with pytest.raises(RunError, match="holds other tensors"):
+        perfed.load_model(tmp_path / "personal.safetensors", torch.nn.Linear(2, 3))
 
 
 def test_a_client_sends_its_witness_and_what_its_student_is_worth() -> None:

@@ -30,14 +30,15 @@ def losses(name: str, device: str, engine: str) -> list[float]:
     return [value for kind in columns.values() for value in kind["test_loss"].tolist()]
 
 
-def test_a_run_resumes_on_the_gpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize("algorithm", ["perfed-ckt", "perfed-evidence", "fedfomo"])
+def test_a_run_resumes_on_the_gpu(algorithm: str, tmp_path: Path) -> None:
     class Stop(perfed.Callback):
         def on_round(self, report: perfed.runs.RoundReport) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         perfed.run(
-            tiny(),
+            tiny(algorithm=algorithm),
             tmp_path / "run",
             callbacks=[Stop()],
             how=Execution(device="cuda", checkpoint_seconds=0),

@@ -17,6 +17,7 @@ from perfed.flower.certificates import write_certificates, write_node_key
 from perfed.flower.coordinator import coordinate
 from perfed.flower.initialise import APP
 from perfed.flower.protocol import Envelope
+from perfed.runs.result import SHARES
 from tests.flower.processes import Network, Process, network, wait_until
 from tests.flower.setting import desk, personal_checkpoint, simulated, write_federation
 
@@ -93,7 +94,7 @@ def test_three_sites_end_as_the_simulation_though_the_coordinator_is_killed(
 
 def test_with_tls_only_registered_sites_take_part(tmp_path: Path) -> None:
     """With PerFed-Evidence, whose clients have two models each."""
-    changes = {"algorithm": "perfed-evidence", "rounds": 2}
+    changes = {"algorithm": {"name": "perfed-evidence", "caution": 0.0}, "rounds": 2}
     certificates = tmp_path / "certificates"
     write_certificates(certificates, 3, [])
     write_certificates(tmp_path / "other", 1, [])  # another authority
@@ -138,6 +139,8 @@ def test_with_tls_only_registered_sites_take_part(tmp_path: Path) -> None:
         assert stranger.code() % 256 == 305 % 256 or "305" in stranger.text()
         assert "certificate" in misled.text().lower()
     assert_personal_models_of(folder, simulated(tmp_path / "simulation", **changes))
+    files = [tensorfile.load(personal_checkpoint(folder, client)) for client in range(3)]
+    assert any(SHARES in file for file in files)  # of two models
 
 
 def assert_only_sites_pass(port: int, certificates: Path) -> None:

@@ -17,8 +17,9 @@ under label skew the student loses more than it learns. Four things are differen
       minimise  Σ_k Σ_y n_k q_k(y) (log s_k(x, y) − log q_k(y) − c_k(x) − ℓ(x, y))²  over ℓ and c.
 
   That is one linear system in N unknowns, the same for all x. A client with one label has no
-  weight in it, one with two ties these two together, and many such make a whole. The server
-  remembers what every client sent last, and broadcasts ℓ: one matrix for all.
+  weight in it, one with two ties these two together, and many such make a whole; a small ridge
+  keeps classes that nobody ties near zero. The server remembers what every client sent last (of
+  some that is what they said untrained), and broadcasts ℓ: one matrix for all.
 - **A label mix is kept apart.** With π_k, estimated from its own label counts, a student's logits z
   are trained by cross-entropy of z + log π_k, so that z is evidence too; and it learns from ℓ under
   a mix between its own and the uniform one, μ_k = (π_k + 1/N) / 2, so that it attends to its own
@@ -32,9 +33,9 @@ under label skew the student loses more than it learns. Four things are differen
 
   and chooses w and β by the likelihood of its validation samples. These may be two; so it tells
   the server how much each choice gained over the witness alone, and what all clients found, on
-  average, counts like PRIOR_SAMPLES samples of its own. The burden of proof is the student's: w has
-  the prior e^(−caution · w), and w = 0 is local training. The accuracy on validation data is no
-  held-out evidence any more.
+  average (nothing, where one has not trained yet), counts like PRIOR_SAMPLES samples of its own.
+  The burden of proof is the student's: w has the prior e^(−caution · w), and w = 0 is local
+  training. The accuracy on validation data is no held-out evidence any more.
 """
 
 from __future__ import annotations
@@ -86,8 +87,8 @@ class PerFedEvidence(Algorithm):
     weight: float = option(2.0, "weight of agreement with the pooled evidence", symbol="λ", ge=0)
     caution: float = option(
         3.0,
-        "how much more likely validation samples must be by the taught model before it is used "
-        "(logarithm); more of it harms fewer clients and helps fewer",
+        "how much more likely validation samples must be before a client listens to its taught "
+        "model alone (logarithm)",
         ge=0,
     )
 
@@ -106,9 +107,11 @@ class PerFedEvidence(Algorithm):
         def everybodys(name: str) -> Tensor:
             return torch.stack([sent[name] for sent in bank.values()])
 
+        # New ones are on the CPU; those of a state that was resumed are on its device.
+        samples = torch.tensor([float(sent["samples"]) for sent in bank.values()])
         return {
             "bank": bank,
-            "evidence": pooled_evidence(everybodys("soft_decisions"), everybodys("samples")),
+            "evidence": pooled_evidence(everybodys("soft_decisions"), samples),
             "gains": everybodys("gains").mean(0),
         }
 
@@ -151,17 +154,17 @@ class PerFedEvidence(Algorithm):
         return loss + self.weight * cross_entropy(said, teacher[public.index])
 
     def models(self, client: Client, message: Message) -> dict[str, Judged]:
-        if "student" not in client.state:
+        share = client.state.get("share", 0.0)
+        if float(share) == 0:
             return {"personal": client.weights}
-        share, sharpness = client.state["share"], client.state["sharpness"]
         log_mix = label_mix(client.label_counts()).log()
-        student = Adjusted(client.state["student"], sharpness, log_mix)
+        student = Adjusted(client.state["student"], client.state["sharpness"], log_mix)
         return {"personal": Mixture((client.weights, student), torch.stack([1 - share, share]))}
 
 
 def first_hand(model: Network, private: Private, public: Public) -> Tensor:
-    """Local training; public samples only pass through, for BatchNorm's statistics of them."""
-    model.public(public.x)
+    """Local training. BatchNorm must have seen public samples too, to say something of them."""
+    model.observe(public.x)
     return cross_entropy(model(private.x), private.y)
 
 
@@ -181,9 +184,9 @@ def choice(gains: Tensor, caution: float) -> tuple[Tensor, Tensor]:
     log-likelihood of each choice; a share of zero where none is worth the burden of proof."""
     shares = gains.new_tensor(SHARES)
     worth = gains - caution * shares
-    best = worth.argmax()
-    share = torch.where(worth.max() > 0, shares[best % len(SHARES)], 0.0)
-    return share, gains.new_tensor(SHARPNESS)[best // len(SHARES)]
+    beta, w = torch.unravel_index(worth.argmax(), worth.shape)
+    share = torch.where(worth.max() > 0, shares[w], 0.0)
+    return share, gains.new_tensor(SHARPNESS)[beta]
 
 
 def label_mix(counts: Tensor) -> Tensor:

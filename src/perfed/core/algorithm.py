@@ -80,6 +80,11 @@ class Network:
             return self._forward(x, self._weights.public_buffers)
         return self._forward(x, {name: b.clone() for name, b in self._weights.buffers.items()})
 
+    def observe(self, x: Tensor) -> None:
+        """Let public samples pass, for BatchNorm's statistics of them where these are kept."""
+        if self._weights.public_buffers:
+            self.public(x)
+
     def _forward(self, x: Tensor, buffers: dict[str, Tensor]) -> Tensor:
         logits: Tensor = functional_call(self._module, {**self._weights.params, **buffers}, (x,))
         return logits.to(x.dtype)  # a network may compute in fewer bits; its loss does not

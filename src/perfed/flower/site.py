@@ -5,7 +5,7 @@ Every task may find another process here, so nothing lives in memory. The folder
     site.json                    who this is, so that two sites cannot go by one number
     <run>/plan.json              what the coordinator said when this site joined
     <run>/checkpoint.safetensors the model, the algorithm's state, the last round and its answer
-    <run>/personal.safetensors   the model to use, as last judged (a state dict)
+    <run>/personal.safetensors   the model to use, as last judged (``perfed.load_model``)
     <run>/report.jsonl           a line per judged round: with the federation, and alone
 
 A checkpoint is one file, replaced atomically: killed at any moment, a site has done a round or has

@@ -2,7 +2,7 @@
 
 from perfed.runs.comparison import ComparisonResult, compare, resume_comparison
 from perfed.runs.coordinator import Callback, RoundReport
-from perfed.runs.result import Result
+from perfed.runs.result import Result, load_model
 from perfed.runs.simulation import resume, run
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "Result",
     "RoundReport",
     "compare",
+    "load_model",
     "resume",
     "resume_comparison",
     "run",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,7 +64,8 @@ class MixedLogits(nn.Module):
         return mixed_logits([model(x) for model in self.models], self.get_buffer("shares"))
 
 
-CONSTANT, OFFSET, SCALE, SHARES = "class_prior_logits", "logit_offset", "logit_scale", "shares"
+# Names in a model's file that no parameter of a network has.
+CONSTANT, OFFSET, SCALE, SHARES = ":class_prior_logits", ":logit_offset", ":logit_scale", ":shares"
 
 
 def tensors_of(model: Judged) -> dict[str, Tensor]:
@@ -97,6 +99,25 @@ def module_of(
         offset, scale = rest.pop(OFFSET), rest.pop(SCALE)
         return AdjustedLogits(network(rest), scale, offset)
     return network(rest)
+
+
+def load_model(path: str | Path, network: nn.Module) -> nn.Module:
+    """The model in a file, ``personal.safetensors`` of a site say, in evaluation mode.
+
+    ``network`` is of the architecture that was trained; it is not changed, and its weights do not
+    matter. Where a client predicts with more than one network, there are copies of it.
+    """
+
+    def filled(tensors: dict[str, Tensor]) -> nn.Module:
+        module = copy.deepcopy(network)
+        own = dict(module.named_parameters()) | dict(module.named_buffers())
+        if own.keys() != tensors.keys():
+            raise RunError(f"{path} holds other tensors than the network has")
+        for name, tensor in own.items():
+            tensor.data = tensors[name]
+        return module
+
+    return module_of(tensorfile.load(Path(path)), filled).eval()
 
 
 class Result:
@@ -208,19 +229,9 @@ class Result:
         files = entry["models"]
         if kind is not None and kind not in files:
             raise RunError(f"client {client} has no {kind} model, only {', '.join(files)}")
-        tensors = tensorfile.load(self.path / "models" / (files[kind] if kind else headline(files)))
         architecture = architectures.build(index["architectures"][entry["architecture"]])
-
-        def network(own: dict[str, Tensor]) -> nn.Module:
-            module = build_module(architecture, tuple(index["input_shape"]), index["classes"])
-            there = dict(module.named_parameters()) | dict(module.named_buffers())
-            if there.keys() != own.keys():
-                raise RunError(f"{files} holds other tensors than '{architecture.label()}' has now")
-            for name, tensor in there.items():
-                tensor.data = own[name]
-            return module
-
-        return module_of(tensors, network).eval()
+        module = build_module(architecture, tuple(index["input_shape"]), index["classes"])
+        return load_model(self.path / "models" / (files[kind] if kind else headline(files)), module)
 
     def table(self) -> str:
         """The summary as plain text."""
