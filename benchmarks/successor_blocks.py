@@ -20,9 +20,9 @@ HARM = 2.0  # points
 CAUTIOUS = f"caution {CAUTION:g}"
 FAMILIES = {
     "digits": "digits, MLP",
-    "cifar": "CIFAR-10 / 100, small CNN",
-    "vgg": "CIFAR-10 / 100, VGG11",
-    "mixed": "CIFAR-10 / 100, CNN, VGG11 and VGG13",
+    "cifar": "CIFAR-10, CNN",
+    "vgg": "CIFAR-10, VGG11",
+    "mixed": "CIFAR-10, mixed",
 }
 NAMES = {
     "c=1": "PerFed-CKT c=1",
@@ -82,7 +82,8 @@ def _mean(gains: Gains) -> float:
 
 
 def _gain(gains: BySeed) -> str:
-    return f"{_mean(_all(gains)):+.1f} ± {_error(gains):.1f}"
+    nbsp = "\N{NO-BREAK SPACE}"
+    return f"{_mean(_all(gains)):+.1f}{nbsp}±{nbsp}{_error(gains):.1f}"
 
 
 def _error(gains: BySeed) -> float:
