@@ -5,8 +5,8 @@
 
 A CNN with BatchNorm, the seeds that settings are chosen by. What is judged is the taught model
 alone, without the mixture that PerFed-Evidence predicts with. With an MLP (see screening.py) it
-makes little difference; the more layers there are to train, the more. And a bound: a teacher that
-was trained on the samples of all clients, which nobody in this frame can have.
+makes little difference. And a bound: a teacher that was trained on the samples of all clients,
+which nobody in this frame can have.
 """
 
 from __future__ import annotations
@@ -32,9 +32,6 @@ from perfed.core.algorithm import (
     Adjusted,
     Client,
     Judged,
-    Network,
-    Private,
-    Public,
     Reply,
     Server,
     algorithms,
@@ -84,20 +81,10 @@ class Student(PerFedEvidence):
             merged["evidence"] = pooled_evidence(torch.load(self.teacher)[None], torch.ones(1))
         return merged
 
-    def lesson(
-        self,
-        model: Network,
-        private: Private,
-        public: Public,
-        log_mix: Tensor,
-        log_attention: Tensor,
-        teacher: Tensor,
-    ) -> Tensor:
-        if not self.squares:
-            return super().lesson(model, private, public, log_mix, log_attention, teacher)
-        said = (model.public(public.x) + log_attention).softmax(1)
-        distance = (said - teacher[public.index]).square().sum(1).mean()
-        return cross_entropy(model(private.x) + log_mix, private.y) + self.weight * distance
+    def disagreement(self, said: Tensor, taught: Tensor) -> Tensor:
+        if self.squares:
+            return (said.softmax(1) - taught).square().sum(1).mean()
+        return super().disagreement(said, taught)
 
     def models(self, client: Client, message: Message) -> dict[str, Judged]:
         log_mix = label_mix(client.label_counts()).log()

@@ -443,11 +443,11 @@ CAUTIONS = {
 BOUND = "the better of the two on the test samples (a bound for choosing one, no method)"
 
 
-def likelihoods(clients: Clients, judge: Callable[[Tensor], Tensor]) -> Tensor:
-    """Of each client's validation samples, (K, largest part)."""
+def log_likelihoods(clients: Clients, judge: Callable[[Tensor], Tensor]) -> Tensor:
+    """Of each client's validation samples, (K, largest part), none below log FLOOR."""
     where = clients.positions["validation"]
     said = judge(clients.x[where]).softmax(2)
-    return said.gather(2, clients.y[where][..., None])[..., 0] + FLOOR
+    return (said.gather(2, clients.y[where][..., None])[..., 0] + FLOOR).log()
 
 
 def mixture(
@@ -465,12 +465,12 @@ def mixture(
 def by_likelihood(clients: Clients, taught: Trained, alone: Trained) -> dict[str, Tensor]:
     """Accuracies of PerFed-Evidence's mixtures, with more and more caution."""
     everybody, sizes = torch.ones(clients.count), clients.sizes["validation"]
-    own = likelihoods(clients, alone).log()
+    own = log_likelihoods(clients, alone)
     gains = torch.zeros(clients.count, len(SHARPNESS), len(SHARES))
     for i, beta in enumerate(SHARPNESS):
         for j, share in enumerate(SHARES):
             judge = mixture(taught, alone, share * everybody, beta * everybody)
-            gain = (likelihoods(clients, judge).log() - own) * clients.is_sample("validation")
+            gain = (log_likelihoods(clients, judge) - own) * clients.is_sample("validation")
             gains[:, i, j] = gain.sum(1) / sizes
     proof = gains * sizes[:, None, None] + PRIOR_SAMPLES * gains.mean(0)
     accuracies = {}

@@ -87,8 +87,8 @@ class PerFedEvidence(Algorithm):
     weight: float = option(2.0, "weight of agreement with the pooled evidence", symbol="λ", ge=0)
     caution: float = option(
         3.0,
-        "how much more likely validation samples must be before a client listens to its taught "
-        "model alone (logarithm)",
+        "burden of proof: what the taught model must gain in log-likelihood of validation samples "
+        "for a client to use it alone",
         ge=0,
     )
 
@@ -149,9 +149,12 @@ class PerFedEvidence(Algorithm):
         loss = cross_entropy(model(private.x) + log_mix, private.y)
         if self.weight == 0:
             return loss
-        # The divergence up to the teacher's entropy, which no student can change.
         said = model.public(public.x) + log_attention
-        return loss + self.weight * cross_entropy(said, teacher[public.index])
+        return loss + self.weight * self.disagreement(said, teacher[public.index])
+
+    def disagreement(self, said: Tensor, taught: Tensor) -> Tensor:
+        """The divergence, up to the teacher's entropy, which no student can change."""
+        return cross_entropy(said, taught)
 
     def models(self, client: Client, message: Message) -> dict[str, Judged]:
         share = client.state.get("share", 0.0)
