@@ -56,6 +56,12 @@ class Experiment(Options):
     data: Dataset = option("digits", "the dataset")
     partition: Partition = option("groups", "how samples are divided among clients")
     split: Split = option(Split(), "how a client divides its samples")
+    fresh_test: int = option(
+        0,
+        "judge a client not by its own test samples but by so many that no client holds, with its "
+        "label mix; 0: by its own",
+        ge=0,
+    )
     models: Models = option(Models(), "which client has which network")
     training: Training = option(Training(), "local training")
     algorithm: Algorithm = option("perfed-ckt", "the algorithm")

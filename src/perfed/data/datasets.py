@@ -31,6 +31,15 @@ class Samples:
     """Which features are still to be standardised, once it is known which samples train."""
     origin: dict[str, Any] = field(default_factory=dict)
     """What a run directory keeps of a user's own data: its hash, and the names of the classes."""
+    spare: Spare | None = None
+
+
+@dataclass(frozen=True)
+class Spare:
+    """Samples that no client is given: which of all of them, as they are stored."""
+
+    all: Samples
+    where: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -91,18 +100,39 @@ def finished(samples: Samples, count: int, seed: int) -> Samples:
     total = len(samples.x)
     if count > total:
         raise ConfigError(f"{count} samples of the {total} there are", "data.samples")
-    kept = drawn(count, total, seed, "private-set") if count else slice(None)
+    kept: Any = slice(None)
+    spare = None
+    if count:
+        kept = drawn(count, total, seed, "private-set")
+        spare = Spare(samples, np.setdiff1d(np.arange(total), kept))
     ids = samples.client_ids
-    # What is still to be standardised keeps its digits until then.
-    number = scaled if samples.unscaled is None else np.asarray
     return dataclasses.replace(
         samples,
-        x=number(samples.x[kept]),
+        x=_numbers(samples, kept),
         y=samples.y[kept].copy(),
         index=samples.index[kept],
-        public_x=number(samples.public_x),
+        public_x=samples.public_x if samples.unscaled is not None else scaled(samples.public_x),
         client_ids=None if ids is None else ids[kept],
+        spare=spare,
     )
+
+
+def with_spare(samples: Samples, where: np.ndarray) -> Samples:
+    """These of the spare samples too, after the others."""
+    assert samples.spare is not None
+    stored = samples.spare.all
+    return dataclasses.replace(
+        samples,
+        x=np.concatenate([samples.x, _numbers(stored, where)]),
+        y=np.concatenate([samples.y, stored.y[where]]),
+        index=np.concatenate([samples.index, stored.index[where]]),
+    )
+
+
+def _numbers(stored: Samples, where: Any) -> np.ndarray:
+    # What is still to be standardised keeps its digits until then.
+    x = stored.x[where]
+    return x if stored.unscaled is not None else scaled(x)
 
 
 def drawn(count: int, total: int, seed: int, purpose: str) -> np.ndarray:

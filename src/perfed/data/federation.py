@@ -13,7 +13,7 @@ import numpy as np
 from perfed.core.errors import ConfigError
 from perfed.core.schema import Options, option
 from perfed.core.streams import numpy_stream
-from perfed.data.datasets import Dataset, Samples
+from perfed.data.datasets import Dataset, Samples, with_spare
 from perfed.data.partition import Given, Partition, held_by, move_to_minimum
 
 SMALLEST_CLIENT = 3  # one sample each to train, to validate and to test
@@ -97,7 +97,12 @@ class Federation:
 
 
 def build_federation(
-    dataset: Dataset, partition: Partition, split: Split, clients: int, seed: int
+    dataset: Dataset,
+    partition: Partition,
+    split: Split,
+    clients: int,
+    seed: int,
+    fresh_test: int = 0,
 ) -> Federation:
     """Load, divide among clients, and divide each client's samples."""
     samples = dataset.load(seed)
@@ -125,6 +130,13 @@ def build_federation(
             "partition",
         )
     splits = [split_client(held, split, seed, client) for client, held in enumerate(holdings)]
+    if fresh_test:
+        if isinstance(partition, Given):
+            raise ConfigError(
+                "given clients may differ in more than labels: only they have samples like theirs",
+                "fresh_test",
+            )
+        samples, splits = freshly_tested(samples, splits, fresh_test, seed)
     samples, scales = standardised(samples, splits)
     facts |= scales | {
         "minimum": minimum,
@@ -132,6 +144,49 @@ def build_federation(
         "sizes": [len(held) for held in holdings],
     }
     return Federation(samples, splits, facts)
+
+
+def freshly_tested(
+    samples: Samples, splits: Sequence[ClientSplit], count: int, seed: int
+) -> tuple[Samples, list[ClientSplit]]:
+    """Instead of its own test samples, ``count`` that nobody holds, with the client's label mix.
+
+    Clients share them: of a label, everybody has the first ones. What was a client's own to test
+    is not used.
+    """
+    wanted = np.array([_label_quota(samples, split, count) for split in splits])
+    most = wanted.max(axis=0)
+    spare = samples.spare
+    left = spare.where if spare else np.zeros(0, dtype=np.int64)
+    left = numpy_stream(seed, "fresh-test").permutation(left)
+    taken = []
+    for label, needed in enumerate(most):
+        there = left[spare.all.y[left] == label] if spare else left
+        if len(there) < needed:
+            raise ConfigError(
+                f"{needed} samples of label {label} are needed that no client holds, there are "
+                f"{len(there)}: fewer, or fewer data.samples",
+                "fresh_test",
+            )
+        taken.append(there[:needed])
+    first = len(samples.y) + np.cumsum(most) - most  # where each label's begin
+    return with_spare(samples, np.concatenate(taken)), [
+        replace(
+            split,
+            test=np.concatenate(
+                [start + np.arange(n) for start, n in zip(first, own, strict=True)]
+            ),
+            unused=np.concatenate([split.unused, split.test]),
+        )
+        for split, own in zip(splits, wanted, strict=True)
+    ]
+
+
+def _label_quota(samples: Samples, split: ClientSplit, count: int) -> np.ndarray:
+    """How many of each label make ``count`` with the mix of all a client holds."""
+    held = samples.y[np.concatenate([*vars(split).values()])]
+    upto = np.cumsum(np.bincount(held, minlength=samples.classes)) / len(held)
+    return np.diff(np.round(upto * count), prepend=0).astype(int)  # all of count, none off by one
 
 
 def standardised(samples: Samples, splits: Sequence[ClientSplit]) -> tuple[Samples, dict[str, Any]]:

@@ -99,6 +99,7 @@ class Simulation(Coordinator):
             experiment.split,
             experiment.clients,
             experiment.seed,
+            experiment.fresh_test,
         )
         if self.algorithm.needs_public_set and not len(self.federation.samples.public_x):
             raise ConfigError(

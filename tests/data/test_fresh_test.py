@@ -1,0 +1,114 @@
+"""Judging clients by samples that nobody holds."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import perfed
+from perfed.core.errors import ConfigError
+from perfed.data import Split, build_federation, partitions
+from perfed.data.datasets import Digits, Samples, finished
+from perfed.data.federation import ClientSplit, freshly_tested
+from perfed.data.files import Npz
+from tests.conftest import tiny
+
+LABELS = 4
+
+
+@given(
+    labels=st.lists(st.integers(0, LABELS - 1), min_size=30, max_size=80),
+    clients=st.integers(1, 4),
+    count=st.integers(1, 40),
+    seed=st.integers(0, 99),
+)
+def test_fresh_samples_are_nobodys_and_have_each_clients_label_mix(
+    labels: list[int], clients: int, count: int, seed: int
+) -> None:
+    held = np.array(labels)
+    y = np.concatenate([held, np.repeat(np.arange(LABELS), 60)])
+    x = np.arange(len(y), dtype=np.float32)[:, None]
+    none = np.zeros(0, dtype=np.int64)
+    stored = Samples(x, y, 1000 + np.arange(len(y)), x[:1], none, LABELS)
+    samples = finished(stored, len(held), seed)
+    random = np.random.default_rng(seed)
+    owner = random.permutation(np.arange(len(held)) % clients)
+    splits = [
+        ClientSplit(*np.array_split(random.permutation(np.flatnonzero(owner == k)), 4))
+        for k in range(clients)
+    ]
+
+    after, fresh = freshly_tested(samples, splits, count, seed)
+
+    for before, split in zip(splits, fresh, strict=True):
+        assert len(split.test) == len(set(split.test.tolist())) == count
+        # The same samples as in the stored set, by number, none of which any client holds.
+        assert not set(after.index[split.test]) & set(samples.index)
+        assert (after.y[split.test] == stored.y[after.index[split.test] - 1000]).all()
+        assert (after.x[split.test] == stored.x[after.index[split.test] - 1000]).all()
+        own = np.concatenate([*vars(before).values()])
+        mix = np.bincount(samples.y[own], minlength=LABELS) / len(own)
+        found = np.bincount(after.y[split.test], minlength=LABELS)
+        assert (np.abs(found - count * mix) <= 1).all()
+        assert (found[mix == 0] == 0).all()
+        # Nothing else changes.
+        assert (split.train == before.train).all()
+        assert (split.validation == before.validation).all()
+        assert sorted(split.unused) == sorted([*before.unused, *before.test])
+    assert (after.x[: len(held)] == samples.x).all()
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> dict[str, Any]:
+    random = np.random.default_rng(0)
+    y = np.arange(900) % 3
+    x = random.normal(size=(900, 5)).astype(np.float32) + np.eye(5, dtype=np.float32)[y]
+    np.savez(tmp_path / "mine.npz", x=x, y=y)
+    return {"name": "npz", "path": str(tmp_path / "mine.npz"), "public": 50, "samples": 300}
+
+
+def test_training_is_the_same_and_only_the_judgement_differs(
+    stored: dict[str, Any], tmp_path: Path
+) -> None:
+    experiment = tiny(
+        data=stored,
+        partition={"name": "dirichlet", "alpha": 0.5, "minimum": 10},
+        models={"architectures": [{"name": "mlp", "hidden": []}]},
+    )
+    own = perfed.run(experiment, tmp_path / "own")
+    fresh = perfed.run(dataclasses.replace(experiment, fresh_test=120), tmp_path / "fresh")
+    before, after = own.per_client(), fresh.per_client()
+    for k in range(experiment.clients):
+        for one, other in zip(own.model(k).parameters(), fresh.model(k).parameters(), strict=True):
+            assert torch.equal(one, other)
+    assert (after["test_size"] == 120).all()
+    assert (before["test_size"] < 120).all()
+    client = after[after["round"] == after["round"].max()].iloc[0]
+    samples = np.load(stored["path"])
+    held = fresh._directory.read_json("partition.json")["clients"][int(client["client"])]["test"]
+    predicted = fresh.model(int(client["client"]))(torch.as_tensor(samples["x"][held])).argmax(1)
+    assert (predicted.numpy() == samples["y"][held]).mean() == pytest.approx(
+        client["test_accuracy"]
+    )
+
+
+def test_where_there_is_nothing_to_spare(stored: dict[str, Any], tmp_path: Path) -> None:
+    iid = partitions.build("iid")
+    with pytest.raises(
+        ConfigError, match=r"fresh_test: \d+ samples of label 0 are needed .* are 0"
+    ):
+        build_federation(Digits(), iid, Split(), 4, 0, fresh_test=100)
+    data = Npz(path=stored["path"], public=0, samples=600)
+    build_federation(data, iid, Split(), 4, 0, fresh_test=200)
+    with pytest.raises(ConfigError, match=r"fewer, or fewer data.samples"):
+        build_federation(data, iid, Split(), 4, 0, fresh_test=400)
+    ids = np.arange(900) % 4
+    np.savez(tmp_path / "given.npz", **np.load(stored["path"]), client=ids)
+    given_clients = Npz(path=str(tmp_path / "given.npz"), public=0, samples=600)
+    with pytest.raises(ConfigError, match="fresh_test: given clients may differ"):
+        build_federation(given_clients, partitions.build("given"), Split(), 4, 0, fresh_test=10)
