@@ -136,6 +136,33 @@ def test_the_table_has_mean_and_spread_over_seeds(tmp_path: Path) -> None:
     }
 
 
+def test_a_comparison_with_local_training_says_who_gains_and_who_loses(tmp_path: Path) -> None:
+    values = TINY | {"algorithms": ["majority", "local", "fedavg"], "seeds": [0, 1]}
+    del values["algorithm"]
+    values["models"] = {"architectures": ["mlp"]}
+    done = perfed.compare(perfed.config.parse(values), tmp_path / "run")  # type: ignore[arg-type]
+    by_run = {
+        (r.experiment.algorithm.label(), r.experiment.seed): r.per_client().query("round == 2")
+        for r in done.results
+    }
+    table = done.tables()[1]
+    assert [row[0] for row in table.rows] == ["majority", "fedavg"]
+    for method, above, small, gaining, losing in table.rows:
+        gains, means, of_small = [], [], []
+        for seed in (0, 1):
+            clients, alone = (by_run[name, seed].set_index("client") for name in (method, "local"))
+            points = 100 * (clients["test_accuracy"] - alone["test_accuracy"])
+            gains += points.tolist()
+            means.append(points.mean())
+            of_small += points[clients["train_size"] < 10].tolist()
+        assert above == f"{np.mean(means):+.1f} ± {np.std(means, ddof=1):.1f}"
+        assert small == (f"{np.mean(of_small):+.1f}" if of_small else "–")
+        assert gaining == f"{100 * np.mean(np.array(gains) > 2):.0f}"
+        assert losing == f"{100 * np.mean(np.array(gains) < -2):.0f}"
+    assert "Against local training" in done.table()
+    assert "participation=drawn" in table.note  # in every round all train alone
+
+
 def test_numbers_for_people() -> None:
     assert [quantity(v, "B") for v in (0, 999, 1234, 5.2e7, 3.9e10)] == [
         "–",

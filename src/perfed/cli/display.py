@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import rich.table
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from perfed.config import Experiment
-from perfed.report.tables import FOOTNOTE, HEADER, cells, quantity, rows, summary_table
+from perfed.report.layout import Table
+from perfed.report.tables import quantity
 from perfed.runs import Callback, RoundReport
 from perfed.runs.directory import RunDirectory
 
@@ -107,16 +108,22 @@ def _run_title(experiment: Experiment) -> str:
     return f"{experiment.algorithm.label()}, seed {experiment.seed}"
 
 
-def print_table(console: Console, summaries: Sequence[dict[str, Any]]) -> None:
-    if not console.is_terminal:  # as wide as it needs to be, for a file or a pipe
-        print(f"\n{summary_table(summaries)}\n", flush=True)
-        return
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1))
-    for number, title in enumerate(HEADER):
-        table.add_column(title, justify="left" if number < 2 else "right", no_wrap=number != 0)
-    for row in rows(summaries):
-        table.add_row(*cells(row))
+def print_tables(console: Console, tables: Sequence[Table]) -> None:
+    for table in tables:
+        if console.is_terminal:
+            _print_in_colour(console, table)
+        else:  # as wide as it needs to be, for a file or a pipe
+            print(f"\n{table.text()}", flush=True)
     console.print()
-    console.print(table)
-    console.print(f"[dim]{FOOTNOTE}[/dim]", highlight=False)
-    console.print()
+
+
+def _print_in_colour(console: Console, table: Table) -> None:
+    shown = rich.table.Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1))
+    for number, title in enumerate(table.header):
+        words = number < table.names
+        shown.add_column(title, justify="left" if words else "right", no_wrap=number != 0)
+    for row in table.rows:
+        shown.add_row(*row)
+    console.print(f"\n[bold]{table.title}[/bold]" if table.title else "")
+    console.print(shown)
+    console.print(f"[dim]{table.note}[/dim]", highlight=False)

@@ -13,7 +13,7 @@ from rich.console import Console
 
 import perfed
 from perfed.cli import completion
-from perfed.cli.display import Display, print_table
+from perfed.cli.display import Display, print_tables
 from perfed.cli.options import (
     CheckpointOption,
     DeviceOption,
@@ -161,7 +161,7 @@ def _print_end(console: Console, result: Result | ComparisonResult, as_json: boo
         raise Diverged("; ".join(result.failures))
     if as_json:
         return
-    print_table(console, [one.summary for one in result.results])
+    print_tables(console, result.tables())
     for failure in result.failures:
         console.print(failure, soft_wrap=True, highlight=False)
     console.print(f"figure: {result.plot()}", soft_wrap=True, highlight=False)

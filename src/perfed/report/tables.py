@@ -1,4 +1,4 @@
-"""Tables, made from the summaries of runs and from nothing else."""
+"""Tables, made from what run directories hold and from nothing else."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from perfed.algorithms.local import Local
 from perfed.core.metrics import MODEL_NAMES
 from perfed.report.layout import Table
+from perfed.runs.result import Result
+from perfed.runs.study import client_gains, record_of
 
 HEADER = (
     "algorithm",
@@ -82,6 +85,54 @@ def quantity(value: float, unit: str = "") -> str:
     return f"{value:.3g} {unit}".rstrip()
 
 
-def summary_table(summaries: Sequence[dict[str, Any]]) -> str:
-    """Plain text, aligned."""
-    return Table("", HEADER, [cells(row) for row in rows(summaries)], FOOTNOTE, names=2).text()
+def summary(summaries: Sequence[dict[str, Any]]) -> Table:
+    return Table("", HEADER, [cells(row) for row in rows(summaries)], FOOTNOTE, names=2)
+
+
+HARM = 2.0
+SMALL = 10
+AGAINST_LOCAL = ("algorithm", "above local", f"fewer than {SMALL}", "gain %", "lose %")
+AGAINST_LOCAL_NOTE = f"""\
+Test accuracy of a client less that of its own local model, in points, after the
+last round. above local: mean over all clients. fewer than {SMALL}: over those with
+fewer than {SMALL} training samples. gain, lose: clients more than {HARM:g} points above
+their local model, and below it."""
+EVERYBODY = """
+Local training is of everybody in every round here; local,participation=drawn
+trains the clients that the others train, at the same times."""
+
+
+def against_local(runs: Sequence[Result]) -> Table | None:
+    """Who gains by working together, where local training was run with the same seeds."""
+    alone: dict[int, Result] = {}
+    for run in runs:
+        if isinstance(run.experiment.algorithm, Local):
+            alone.setdefault(run.experiment.seed, run)
+    by_method: dict[str, list[list[tuple[float, int, int]]]] = {}
+    for run in runs:
+        local = alone.get(run.experiment.seed)
+        if local is None or isinstance(run.experiment.algorithm, Local):
+            continue
+        record = record_of(run.path)
+        kind = "personal" if "personal" in record["summary"]["models"] else "global"
+        gains = client_gains(record, record_of(local.path), kind)
+        by_method.setdefault(run.experiment.algorithm.label(), []).append(gains)
+    if not by_method:
+        return None
+    lines = [[method, *_gain_cells(seeds)] for method, seeds in by_method.items()]
+    everybody = any(run.experiment.algorithm.trains_everyone() for run in alone.values())
+    note = AGAINST_LOCAL_NOTE + EVERYBODY * everybody
+    return Table("Against local training", AGAINST_LOCAL, lines, note)
+
+
+def _gain_cells(seeds: Sequence[Sequence[tuple[float, int, int]]]) -> list[str]:
+    everybody = [client for clients in seeds for client in clients]
+    small = [gain for gain, size, _ in everybody if size < SMALL]
+    means = [statistics.mean(gain for gain, *_ in clients) for clients in seeds]
+    mean = f"{statistics.mean(means):+.1f}"
+    return [
+        mean if len(means) == 1 else f"{mean} ± {statistics.stdev(means):.1f}",
+        f"{statistics.mean(small):+.1f}" if small else "–",
+        f"{100 * statistics.mean(gain > HARM for gain, *_ in everybody):.0f}",
+        f"{100 * statistics.mean(gain < -HARM for gain, *_ in everybody):.0f}",
+    ]

@@ -6,7 +6,7 @@ import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from perfed.config import Comparison, Experiment, parse, read_mapping
 from perfed.core.errors import Diverged, RunError
@@ -17,6 +17,9 @@ from perfed.runs.coordinator import Callback, Steps
 from perfed.runs.directory import LOCK, RunDirectory, default_path, make_directory
 from perfed.runs.result import Result
 from perfed.runs.simulation import AUTOMATIC, Simulation, in_recorded_precision
+
+if TYPE_CHECKING:
+    from perfed.report.layout import Table
 
 FILE = "comparison.yaml"
 FAILED = "failed.json"
@@ -41,12 +44,15 @@ class ComparisonResult:
         ]
 
     def table(self) -> str:
-        """Mean ± standard deviation over seeds, a row per algorithm and model."""
-        from perfed.report.tables import summary_table
+        """Mean ± standard deviation over seeds, a row per algorithm and model; and each against
+        local training, where that is among them."""
+        return "\n".join(["\n\n".join(table.text() for table in self.tables()), *self.failures])
 
-        return "\n".join(
-            [summary_table([result.summary for result in self.results]), *self.failures]
-        )
+    def tables(self) -> list[Table]:
+        from perfed.report.tables import against_local, summary
+
+        gains = against_local(self.results)
+        return [summary([r.summary for r in self.results]), *([gains] if gains else [])]
 
     def record(self) -> dict[str, Any]:
         """All one needs to quote the comparison: its numbers, configuration and machine."""

@@ -20,6 +20,8 @@ from perfed.runs.directory import RunDirectory
 if TYPE_CHECKING:
     import pandas as pd
 
+    from perfed.report.layout import Table
+
 
 def headline(by_kind: Mapping[str, Any]) -> Any:
     """Of a client's personal and its global model, the one it would use."""
@@ -235,9 +237,12 @@ class Result:
 
     def table(self) -> str:
         """The summary as plain text."""
-        from perfed.report.tables import summary_table
+        return self.tables()[0].text()
 
-        return summary_table([self.summary])
+    def tables(self) -> list[Table]:
+        from perfed.report.tables import summary
+
+        return [summary([self.summary])]
 
     def plot(self, path: str | Path | None = None) -> Path:
         """Accuracy by round and by communication, as a PNG or PDF file."""

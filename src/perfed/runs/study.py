@@ -197,14 +197,16 @@ def _clients(directory: RunDirectory) -> Record:
     }
 
 
-def client_gains(record: Record, local: Record, kind: str) -> list[tuple[float, int, int]]:
+def client_gains(
+    record: Record, local: Record, kind: str, local_kind: str = "personal"
+) -> list[tuple[float, int, int]]:
     """Of every client: points above its own local model, training samples, labels among them."""
     clients = record["clients"]
     return [
         (100 * (accuracy - alone), size, labels)
         for accuracy, alone, size, labels in zip(
             clients["test_accuracy"][kind],
-            local["clients"]["test_accuracy"]["personal"],
+            local["clients"]["test_accuracy"][local_kind],
             clients["train_size"],
             clients["train_labels"],
             strict=True,
