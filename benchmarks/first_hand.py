@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import successor
 import torch
 from committed import ROOT
-from successor import CIFAR, CNN, DIGITS, PARTITIONS, TUNING_SEEDS
+from successor import PARTITIONS, TUNING_SEEDS
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -43,9 +44,10 @@ from perfed.data import build_federation
 from perfed.models import build_module
 from perfed.runs.study import Study
 
+CNN = {"name": "cnn", "batchnorm": True}
 FAMILIES: dict[str, dict[str, Any]] = {
-    "digits": DIGITS | {"models": {"architectures": [CNN]}},
-    "cifar": CIFAR,
+    "digits": successor.FAMILIES["digits"] | {"models": {"architectures": [CNN]}},
+    "cifar": successor.FAMILIES["cifar"] | {"fresh_test": 0},
 }
 SETTINGS = {"digits": ("3 groups", "Dir(0.1)", "Dir(1)"), "cifar": ("5 groups", "Dir(0.1)")}
 VARIANTS: dict[str, dict[str, Any]] = {

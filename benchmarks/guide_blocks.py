@@ -106,6 +106,8 @@ def components(registry: Registry[Any]) -> str:
     """Everything of one kind, each with its options."""
     rows = []
     for name in sorted(registry):
+        if not registry[name].__module__.startswith("perfed."):  # a benchmark's own
+            continue
         rows.append([f"**{name}**", "", about(registry[name])])
         rows += [_row(field) for field in dataclasses.fields(registry[name])]
     return layout.markdown([Table("", ("name, key", "default", "meaning"), rows, names=3)])

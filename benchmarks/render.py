@@ -34,7 +34,7 @@ DOCUMENTS = (
 
 def comparison(name: str) -> str:
     record = result(name)
-    lines = [summary_table(record["runs"]), *record["failures"]]
+    lines = [summary(record["runs"]).text(), *record["failures"]]
     return "\n".join(["```", *lines, "```", machine(record["environment"])])
 
 

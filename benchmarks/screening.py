@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from committed import ROOT
-from successor import DIGITS, PARTITIONS, TUNING_SEEDS
+from successor import FAMILIES, PARTITIONS, TUNING_SEEDS
 from torch import Tensor
 from torch.nn.functional import cross_entropy, one_hot
 
@@ -47,6 +47,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "3 groups": PARTITIONS["digits"]["3 groups"],
     "3 groups, 20 % mixed": {"name": "groups", "groups": 3, "mixed": 0.2},
 } | {name: PARTITIONS["digits"][name] for name in ("Dir(0.01)", "Dir(0.1)", "Dir(1)", "IID")}
+DIGITS = FAMILIES["digits"]
 HIDDEN = DIGITS["models"]["architectures"][0]["hidden"][0]
 CLUSTERS = 3
 CENTRAL_STEPS = 2000

@@ -3,13 +3,17 @@
     python benchmarks/successor.py tune digits      settings, by validation accuracy of other seeds
     python benchmarks/successor.py run digits       results, with those settings, seeds 5-9
     python benchmarks/successor.py run cifar        after perfed data get cifar10, and cifar100
+    python benchmarks/successor.py own cifar        the same, judged by clients' own test samples
 
-Families: ``digits`` (an MLP; half an hour on one core), ``cifar`` (4,000 CIFAR-10 images, 500
-public CIFAR-100 images, a small CNN; two hours on one core), ``vgg`` (12,000 and 1,000 images,
-VGG11) and ``mixed`` (the same with VGG13, VGG11 and CNN by data size). The last two are for a GPU.
-PerFed-Evidence has the same settings everywhere: its defaults, and once more with more caution.
-Local training here is of the same clients at the same times, so that only the transfer differs.
-Stopped, it goes on where it was.
+A family is a preset, ``successor-digits`` say, with every partition it is run with: ``digits`` (an
+MLP; half an hour on one core), ``cifar`` (4,000 images, a small CNN; three hours on one core),
+``vgg`` (12,000 images, VGG11) and ``mixed`` (the same with VGG13, VGG11 and CNN by data size). The
+last two are for a GPU. PerFed-Evidence has the same settings everywhere: its defaults, and once
+more with more caution. Local training here is of the same clients at the same times, so that only
+the transfer differs. Stopped, it goes on where it was.
+
+Where there are pictures to spare, a client is judged by 2,000 of them with its label mix, not by
+its own test samples, of which it may have ten.
 """
 
 from __future__ import annotations
@@ -17,46 +21,25 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import when_it_helps
+from committed import ROOT, result
 
 from perfed import Execution, Experiment
 from perfed.algorithms.local import Local
-from perfed.core.algorithm import Client, algorithms, supervised
+from perfed.algorithms.perfed_evidence import PerFedEvidence
+from perfed.config import read_mapping
+from perfed.core.algorithm import Client, Judged, algorithms, supervised
 from perfed.core.message import Message
 from perfed.core.schema import from_mapping
 from perfed.runs.study import Record, Study, client_gains
 
-ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 TUNING_SEEDS = (1000, 1001)
 SEEDS = (5, 6, 7, 8, 9)  # 0-4 have had a say in an earlier form of the algorithm
-
-DIGITS = when_it_helps.DIGITS | {"name": "successor", "evaluate_every": 60}
-CNN = {"name": "cnn", "batchnorm": True}
-CIFAR = DIGITS | {
-    "clients": 20,
-    "clients_per_round": 5,
-    "data": {"name": "cifar10", "public": 500, "samples": 4000},
-    "models": {"architectures": [CNN]},
-    "training": {
-        "learning_rate": 0.05,
-        "steps": 10,
-        "batch_size": 16,
-        "public_batch_size": 32,
-    },
-}
-VGG = DIGITS | {
-    "clients": 50,
-    "data": {"name": "cifar10", "public": 1000, "samples": 12_000},
-    "models": {"architectures": ["vgg11-bn"]},
-    "training": DIGITS["training"] | {"learning_rate": 0.05, "steps": 20},
-}
-MIXED = VGG | {"models": {"architectures": [CNN, "vgg11-bn", "vgg13-bn"]}}
 
 
 @algorithms.register("local-again")
@@ -69,7 +52,27 @@ class LocalAgain(Local):
         return Message()
 
 
-FAMILIES = {"digits": DIGITS, "cifar": CIFAR, "vgg": VGG, "mixed": MIXED}
+@algorithms.register("evidence-beside-local")
+@dataclass(frozen=True)
+class EvidenceBesideLocal(PerFedEvidence):
+    """PerFed-Evidence with its witness, which is the client's local model, judged beside it, and
+    what it would be with more caution: one run instead of three, and on a GPU, where no two runs
+    are equal to the last bit, the very same local model."""
+
+    def models(self, client: Client, message: Message) -> dict[str, Judged]:
+        cautious = self.personal(client, CAUTION)
+        return super().models(client, message) | {"local": client.weights, "cautious": cautious}
+
+
+def _family(name: str) -> dict[str, Any]:
+    """A preset as an experiment that is judged at its end only."""
+    preset = read_mapping(f"successor-{name}")
+    for of_comparison in ("about", "partition", "algorithms", "seeds"):
+        del preset[of_comparison]
+    return preset | {"name": "successor", "evaluate_every": preset["rounds"]}
+
+
+FAMILIES = {name: _family(name) for name in ("digits", "cifar", "vgg", "mixed")}
 SKEWED = {"name": "dirichlet", "minimum": 20}
 PARTITIONS: dict[str, dict[str, dict[str, Any]]] = {
     "digits": {
@@ -88,44 +91,37 @@ PARTITIONS: dict[str, dict[str, dict[str, Any]]] = {
 }
 PARTITIONS["vgg"] = PARTITIONS["cifar"]
 PARTITIONS["mixed"] = {name: PARTITIONS["cifar"][name] for name in ("5 groups", "Dir(0.01)")}
-# What is looked for on the tuning seeds: λ of each method it is compared with that has one, over
-# all partitions.
-GRID: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {
-    "perfed-ckt": ({"name": "perfed-ckt", "clusters": 3}, (0.5, 2.0)),
-    "ditto": ({"name": "ditto"}, (0.1, 1.0)),
+# What is looked for on the tuning seeds: λ of the methods that have one, further up and down until
+# it gets worse (below 0.1 there is local training). VGG11 takes long: two values, two partitions,
+# and the preset has the one that is better on average.
+GRID: dict[str, dict[str, tuple[float, ...]]] = {
+    "digits": {"perfed-ckt": (0.1, 0.5, 2.0, 8.0, 32.0, 128.0), "ditto": (0.1, 1.0, 10.0)},
+    "cifar": {"perfed-ckt": (0.1, 0.5, 2.0, 8.0), "ditto": (0.1, 1.0, 10.0)},
+    "vgg": {"perfed-ckt": (0.5, 2.0)},
 }
-CAUTION = 8.0
-TUNED_AS = {"mixed": "vgg"}
-# VGG11 takes long: two partitions, and only the methods that are run with it.
 TUNED_ON = {"vgg": ("5 groups", "Dir(0.01)")}
-LARGE = ("vgg", "mixed")
+BY_PARTITION = ("digits", "cifar")
+CLUSTERS = {"perfed-ckt": {"clusters": 3}}
+CAUTION = 8.0
+OWN_TESTS = ("local", "local again", "evidence")
 
 
-def methods(family: str) -> dict[str, dict[str, Any]]:
-    """The methods of a family by name, with the settings found for it."""
-    found = json.loads(
-        (RESULTS / f"successor_tune_{TUNED_AS.get(family, family)}.json").read_text()
-    )
-    weight = found["chosen"]
-    ckt = {"name": "perfed-ckt", "weight": weight["perfed-ckt"]}
-    chosen: dict[str, dict[str, Any]] = {
-        "majority": {"name": "majority"},
-        "local": {"name": "local", "participation": "drawn"},
-        "local again": {"name": "local-again", "participation": "drawn"},
-        "evidence": {"name": "perfed-evidence"},
-        "cautious": {"name": "perfed-evidence", "caution": CAUTION},
-        "c=3": ckt | {"clusters": 3},
-    }
-    if family in LARGE:
-        return chosen
-    return chosen | {
-        "c=1": ckt | {"clusters": 1},
-        "c=2": ckt | {"clusters": 2},
-        "c=4": ckt | {"clusters": 4},
-        "fedavg": {"name": "fedavg"},
-        "ditto": {"name": "ditto", "weight": weight["ditto"]},
-        "fedfomo": {"name": "fedfomo"},
-    }
+def methods(family: str, partition: str) -> dict[str, dict[str, Any]]:
+    """Those of the preset by name, with the λ found for the partition; local training once more,
+    and more caution."""
+    chosen: dict[str, float] = {}
+    if family in BY_PARTITION:
+        chosen = result(f"successor_tune_{family}")["chosen"][partition]
+    found: dict[str, dict[str, Any]] = {}
+    for listed in read_mapping(f"successor-{family}")["algorithms"]:
+        algorithm = dict(listed) if isinstance(listed, dict) else {"name": listed}
+        name = algorithm["name"]
+        if name in chosen:
+            algorithm["weight"] = chosen[name]
+        short = {"perfed-evidence": "evidence", "perfed-ckt": f"c={algorithm.get('clusters')}"}
+        found[short.get(name, name)] = algorithm
+    again = {"name": "local-again", "participation": "drawn"}
+    return found | {"local again": again, "cautious": found["evidence"] | {"caution": CAUTION}}
 
 
 def experiment(family: str, partition: str, algorithm: Mapping[str, Any], seed: int) -> Experiment:
@@ -133,13 +129,40 @@ def experiment(family: str, partition: str, algorithm: Mapping[str, Any], seed: 
     return from_mapping(Experiment, values | {"algorithm": dict(algorithm), "seed": seed})
 
 
-def cells(family: str) -> Iterator[tuple[str, str, int, str, Experiment]]:
-    """Partition, method, seed, the run's name, and what to run."""
+class Cell(NamedTuple):
+    """A run, and which of the models judged in it is the method's."""
+
+    partition: str
+    method: str
+    seed: int
+    run: str
+    experiment: Experiment
+    kind: str = ""  # the personal one, or if there is none the global one
+
+
+def cells(family: str, own: bool = False) -> Iterator[Cell]:
+    """``own``: judged by clients' own test samples."""
+    fresh = FAMILIES[family].get("fresh_test", 0) and not own
     for partition in PARTITIONS[family]:
-        for method, algorithm in methods(family).items():
+        for method, algorithm in methods(family, partition).items():
+            if own and method not in OWN_TESTS:
+                continue
+            kind, run = "", method
+            if fresh and method in ("evidence", "local", "cautious"):
+                kind, run = method if method != "evidence" else "personal", "evidence"
+                algorithm = {"name": "evidence-beside-local"}
             for seed in SEEDS:
-                name = _folder_name(f"{partition}-{method}-seed{seed}")
-                yield partition, method, seed, name, experiment(family, partition, algorithm, seed)
+                what = experiment(family, partition, algorithm, seed)
+                if own:
+                    what = replace(what, fresh_test=0)
+                yield Cell(
+                    partition,
+                    method,
+                    seed,
+                    _folder_name(f"{partition}-{run}-seed{seed}"),
+                    what,
+                    kind,
+                )
 
 
 def _folder_name(text: str) -> str:
@@ -147,101 +170,105 @@ def _folder_name(text: str) -> str:
 
 
 def tune(family: str, how: Execution, folder: Path) -> None:
-    trials: dict[str, dict[float, list[str]]] = {}
+    """λ of each method, for each partition."""
+    trials: dict[tuple[str, str], dict[float, list[str]]] = {}
     experiments = {}
-    for method, (algorithm, weights) in GRID.items():
-        if method == "ditto" and family in LARGE:
-            continue
+    for method, weights in GRID[family].items():
         for weight in weights:
             for partition in TUNED_ON.get(family, tuple(PARTITIONS[family])):
                 for seed in TUNING_SEEDS:
                     name = _folder_name(f"{partition}-{method}-{weight:g}-seed{seed}")
-                    tried = algorithm | {"weight": weight}
-                    experiments[name] = experiment(family, partition, tried, seed)
-                    trials.setdefault(method, {}).setdefault(weight, []).append(name)
+                    tried = {"name": method, "weight": weight, **CLUSTERS.get(method, {})}
+                    # Only validation data are looked at.
+                    what = replace(experiment(family, partition, tried, seed), fresh_test=0)
+                    experiments[name] = what
+                    trials.setdefault((partition, method), {}).setdefault(weight, []).append(name)
     study = Study(folder / f"successor-tune-{family}", experiments)
     study.run(how, side_by_side=how.device == "cuda")
     records = study.records()
-    scores = {
-        method: {
-            f"{weight:g}": round(
-                statistics.mean(_last(records[name])["validation_accuracy"] for name in names), 5
-            )
-            for weight, names in by_weight.items()
-        }
-        for method, by_weight in trials.items()
-    }
-    _write(
-        f"successor_tune_{family}.json",
-        {
-            "validation_accuracy": scores,
-            "chosen": {m: float(max(s, key=lambda weight: s[weight])) for m, s in scores.items()},
-            "seeds": TUNING_SEEDS,
-            **_origin(family, records),
-        },
+    scores: dict[str, dict[str, dict[str, float]]] = {}
+    chosen: dict[str, dict[str, float]] = {}
+    for (partition, method), by_weight in trials.items():
+        mean = {w: _validation_accuracy(records, names) for w, names in by_weight.items()}
+        scores.setdefault(partition, {})[method] = {f"{w:g}": mean[w] for w in mean}
+        chosen.setdefault(partition, {})[method] = max(mean, key=lambda weight: mean[weight])
+    content = {"validation_accuracy": scores, "chosen": chosen, "seeds": TUNING_SEEDS}
+    _write(f"successor_tune_{family}.json", content | _origin(family, records))
+
+
+def _validation_accuracy(records: Mapping[str, Record], names: Sequence[str]) -> float:
+    """The mean over seeds; of a run that diverged, nothing."""
+    return round(
+        statistics.mean(
+            records[name]["summary"]["models"]["personal"]["last"]["validation_accuracy"]
+            if "summary" in records[name]
+            else 0.0
+            for name in names
+        ),
+        5,
     )
 
 
-def run(family: str, how: Execution, folder: Path) -> None:
-    everything = {name: e for *_, name, e in cells(family)}
-    study = Study(folder / f"successor-{family}", everything)
+def run(family: str, how: Execution, folder: Path, own: bool = False) -> None:
+    everything = {cell.run: cell.experiment for cell in cells(family, own)}
+    study = Study(folder / f"successor-{family}{'-own' * own}", everything)
     study.run(how, side_by_side=how.device == "cuda")
-    write_results(family, study.records())
+    write_results(family, study.records(), own)
 
 
-def write_results(family: str, records: Mapping[str, Record]) -> None:
-    by_cell: dict[tuple[str, str], dict[int, Record]] = {}
-    for partition, method, seed, name, _ in cells(family):
-        if name in records:
-            by_cell.setdefault((partition, method), {})[seed] = records[name]
+def run_own(family: str, how: Execution, folder: Path) -> None:
+    run(family, how, folder, own=True)
+
+
+def write_results(family: str, records: Mapping[str, Record], own: bool = False) -> None:
+    found: dict[tuple[str, str], dict[int, Judgement]] = {}
+    for cell in cells(family, own):
+        record = records.get(cell.run)
+        if record and "failed" not in record:
+            judged = found.setdefault((cell.partition, cell.method), {})
+            judged[cell.seed] = (record, cell.kind)
     rows = [
-        {"partition": partition, "method": method, **row(found, by_cell[partition, "local"])}
-        for (partition, method), found in by_cell.items()
+        {"partition": partition, "method": method, **row(judged, found[partition, "local"])}
+        for (partition, method), judged in found.items()
     ]
-    content = {"rows": rows, "methods": methods(family), "seeds": SEEDS}
-    _write(f"successor_{family}.json", content | _origin(family, records))
+    settings = {partition: methods(family, partition) for partition in PARTITIONS[family]}
+    content = {"rows": rows, "methods": settings, "seeds": SEEDS}
+    _write(f"successor_{family}{'_own' * own}.json", content | _origin(family, records))
 
 
-def row(records: Mapping[int, Record], local: Mapping[int, Record]) -> dict[str, Any]:
+Judgement = tuple[Record, str]  # and the kind of model
+
+
+def row(found: Mapping[int, Judgement], local: Mapping[int, Judgement]) -> dict[str, Any]:
     """Of every seed the accuracy, of every client the gain over its own local model."""
-    finished = {
-        seed: record
-        for seed, record in records.items()
-        if seed in local and "failed" not in record and "failed" not in local[seed]
-    }
-    if not finished:
-        return {"seeds": []}
-    models = next(iter(finished.values()))["summary"]["models"]
-    kind = "personal" if "personal" in models else "global"
+    both = {seed: (*judged, *local[seed]) for seed, judged in found.items() if seed in local}
+    gains = [
+        client_gains(record, alone, kind or _headline(record), local_kind or "personal")
+        for record, kind, alone, local_kind in both.values()
+    ]
+    accuracies = [
+        statistics.mean(record["clients"]["test_accuracy"][kind or _headline(record)])
+        for record, kind, *_ in both.values()
+    ]
+    records = [record for record, *_ in both.values()]
     return {
-        "seeds": list(finished),
-        "accuracy": [
-            round(r["summary"]["models"][kind]["last"]["test_accuracy"], 5)
-            for r in finished.values()
-        ],
+        "seeds": list(both),
+        "accuracy": [round(accuracy, 5) for accuracy in accuracies],
         # Of every client of every seed: points above local training, training samples, labels.
-        "clients": [
-            [
-                [round(gain, 2), size, labels]
-                for gain, size, labels in client_gains(record, local[seed], kind)
-            ]
-            for seed, record in finished.items()
-        ],
-        "parameters_per_round": _per_round(list(finished.values()), "parameters"),
-        "bytes_per_round": _per_round(list(finished.values()), "bytes"),
+        "clients": [[[round(gain, 2), *rest] for gain, *rest in of_seed] for of_seed in gains],
+        "parameters_per_round": _per_round(records, "parameters"),
+        "bytes_per_round": _per_round(records, "bytes"),
     }
+
+
+def _headline(record: Record) -> str:
+    return "personal" if "personal" in record["summary"]["models"] else "global"
 
 
 def _per_round(records: list[Record], unit: str) -> int:
     traffic = [r["summary"]["traffic"] for r in records]
     total = statistics.mean(t[f"up_{unit}"] + t[f"down_{unit}"] for t in traffic)
     return round(total / records[0]["config"]["rounds"])
-
-
-def _last(record: Record) -> dict[str, Any]:
-    models = record["summary"]["models"]
-    last: dict[str, Any] = models.get("personal", models.get("global"))["last"]
-    return last
 
 
 def _origin(family: str, records: Mapping[str, Record]) -> dict[str, Any]:
@@ -261,4 +288,4 @@ def _write(name: str, content: Mapping[str, Any]) -> None:
 if __name__ == "__main__":
     action, family, *rest = sys.argv[1:]
     how = Execution(**dict(part.split("=", 1) for part in rest))  # device=cuda precision=bf16
-    {"tune": tune, "run": run}[action](family, how, ROOT / "runs")
+    {"tune": tune, "run": run, "own": run_own}[action](family, how, ROOT / "runs")

@@ -1,6 +1,7 @@
 """What the documentation shows works as shown."""
 
 import configparser
+import json
 import re
 import subprocess
 import sys
@@ -27,6 +28,7 @@ NOT_RUN = {
     "docs/index.md": 1,
     "docs/reports.md": 2,
     "docs/reproduction.md": 2,
+    "docs/successor.md": 1,
 }
 """Marks in a page that something in it is not run: each has a reason, and they are few."""
 
@@ -153,6 +155,20 @@ def test_tables_in_the_documentation_are_what_the_results_say() -> None:
         text=True,
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("family", ["digits", "cifar"])
+def test_presets_have_the_weights_that_were_found(family: str) -> None:
+    """For the partition they have: Dir(α), by its name in the results."""
+    comparison = perfed.load(f"successor-{family}")
+    found = json.loads((ROOT / f"benchmarks/results/successor_tune_{family}.json").read_text())
+    chosen = found["chosen"][f"Dir({comparison.experiment.partition.alpha:g})"]  # type: ignore[union-attr]
+    weights = {
+        (a.registered_name, a.weight)  # type: ignore[attr-defined]
+        for a in comparison.algorithms  # type: ignore[union-attr]
+        if a.registered_name in chosen
+    }
+    assert weights == set(chosen.items())
 
 
 @pytest.mark.parametrize("tls", [False, True])

@@ -212,7 +212,8 @@ def test_a_client_predicts_with_a_mixture_of_its_two_models(share: float) -> Non
     )
     population, samples = simulation.population, simulation.federation.samples
     client, record = next((k, r) for k, r in population.records.items() if r.state)
-    record.state |= {"share": torch.tensor(share), "sharpness": torch.tensor(0.5)}
+    shown = gains_of((0, SHARES.index(share)), 10.0) if share else gains_of((0, 0), 0.0)
+    record.state |= {"proof": shown}
     population.commit({client: record})
     split = simulation.federation.splits[client]
     x = samples.x[split.test].reshape(len(split.test), 64)
@@ -372,8 +373,9 @@ def test_a_client_sends_its_witness_and_what_its_student_is_worth() -> None:
                 worth[w, beta] = gain.sum() + prior - CAUTION * w
         best = max(worth, key=lambda choice: worth[choice])
         share = best[0] if worth[best] > 0 else 0.0
-        assert float(record.state["share"]) == share
-        assert not share or float(record.state["sharpness"]) == best[1]
+        found = choice(record.state["proof"], CAUTION)
+        assert float(found[0]) == share
+        assert not share or float(found[1]) == best[1]
         chosen.add(share)
     assert len(chosen) > 1  # or it could not be told what decides
 

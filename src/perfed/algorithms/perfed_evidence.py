@@ -133,8 +133,7 @@ class PerFedEvidence(Algorithm):
         client.weights = client.sgd(client.weights, first_hand, stream=0)
         gains, samples = trial(client, student, mix.log())
         proof = gains * samples + PRIOR_SAMPLES * message["gains"]
-        share, sharpness = choice(proof, self.caution)
-        client.state = {"student": student, "share": share, "sharpness": sharpness}
+        client.state = {"student": student, "proof": proof}
         return self.message(client, gains)
 
     def lesson(
@@ -157,12 +156,17 @@ class PerFedEvidence(Algorithm):
         return cross_entropy(said, taught)
 
     def models(self, client: Client, message: Message) -> dict[str, Judged]:
-        share = client.state.get("share", 0.0)
+        return {"personal": self.personal(client, self.caution)}
+
+    def personal(self, client: Client, caution: float) -> Judged:
+        if not client.state:  # not drawn yet
+            return client.weights
+        share, sharpness = choice(client.state["proof"], caution)
         if float(share) == 0:
-            return {"personal": client.weights}
+            return client.weights
         log_mix = label_mix(client.label_counts()).log()
-        student = Adjusted(client.state["student"], client.state["sharpness"], log_mix)
-        return {"personal": Mixture((client.weights, student), torch.stack([1 - share, share]))}
+        student = Adjusted(client.state["student"], sharpness, log_mix)
+        return Mixture((client.weights, student), torch.stack([1 - share, share]))
 
 
 def first_hand(model: Network, private: Private, public: Public) -> Tensor:
