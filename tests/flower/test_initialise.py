@@ -8,6 +8,7 @@ import stat
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -49,6 +50,24 @@ def test_every_option_with_a_comment_is_one(tmp_path: Path) -> None:
     options = read_coordinator(tmp_path / "f" / "coordinator.yaml")
     assert set(written) <= set(vars(options))
     assert options.experiment.name == "f"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"minimum": 4}, "minimum: 4 answers of 2 clients a round"),
+        ({"start_with": 3}, "start_with: 3 of 2 clients"),
+        ({"experiment": {"fresh_test": 50}}, "experiment.fresh_test: there are no samples here"),
+    ],
+)
+def test_what_a_coordinator_cannot_do(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    initialise(tmp_path / "f", 2, tls=False, hosts=[])
+    path = tmp_path / "f" / "coordinator.yaml"
+    written = yaml.safe_load(path.read_text())
+    experiment = written["experiment"] | change.get("experiment", {})
+    path.write_text(yaml.safe_dump(written | change | {"experiment": experiment}))
+    with pytest.raises(ConfigError, match=message):
+        read_coordinator(path)
 
 
 def test_nothing_is_overwritten_and_nothing_is_left_half_written(tmp_path: Path) -> None:

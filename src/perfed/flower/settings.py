@@ -177,6 +177,11 @@ class CoordinatorOptions(Options):
             )
         if self.start_with > clients:
             raise ConfigError(f"{self.start_with} of {clients} clients", "start_with")
+        if self.experiment.fresh_test:
+            raise ConfigError(
+                "there are no samples here: sites are judged by their own",
+                "experiment.fresh_test",
+            )
         here = replace(self.experiment, data=AtSites(), partition=Given())
         object.__setattr__(self, "experiment", here)
 
