@@ -41,6 +41,7 @@ from perfed.algorithms.perfed_evidence import (
 from perfed.core.schema import from_mapping
 from perfed.core.streams import numpy_stream, stream_key
 from perfed.data import build_federation
+from perfed.report.tables import HARM, SMALL
 from perfed.runs.directory import environment
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -51,8 +52,6 @@ DIGITS = FAMILIES["digits"]
 HIDDEN = DIGITS["models"]["architectures"][0]["hidden"][0]
 CLUSTERS = 3
 CENTRAL_STEPS = 2000
-SMALL = 10  # training samples
-HARM = 2  # points
 
 Weights = list[Tensor]  # of all clients' networks, one behind the other along the first dimension
 

@@ -3,7 +3,8 @@
     python benchmarks/successor.py tune digits      settings, by validation accuracy of other seeds
     python benchmarks/successor.py run digits       results, with those settings, seeds 5-9
     python benchmarks/successor.py run cifar        after perfed data get cifar10, and cifar100
-    python benchmarks/successor.py own cifar        the same, judged by clients' own test samples
+    python benchmarks/successor.py own cifar        some of it, judged by clients' own test samples
+    python benchmarks/successor.py alike cifar      or by fresh ones with the mix of labels of those
 
 A family is a preset, ``successor-digits`` say, with every partition it is run with: ``digits`` (an
 MLP; half an hour on one core), ``cifar`` (4,000 images, a small CNN; three hours on one core),
@@ -12,8 +13,8 @@ last two are for a GPU. PerFed-Evidence has the same settings everywhere: its de
 more with more caution. Local training here is of the same clients at the same times, so that only
 the transfer differs. Stopped, it goes on where it was.
 
-Where there are pictures to spare, a client is judged by 2,000 of them with its label mix, not by
-its own test samples, of which it may have ten.
+Where there are pictures to spare, a client is judged by 2,000 of them with the mix of labels that
+the partition gave it, not by its own test samples, of which it may have ten.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from perfed.config import read_mapping
 from perfed.core.algorithm import Client, Judged, algorithms, supervised
 from perfed.core.message import Message
 from perfed.core.schema import from_mapping
+from perfed.runs.result import headline_kind
 from perfed.runs.study import Record, Study, client_gains
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -91,9 +93,9 @@ PARTITIONS: dict[str, dict[str, dict[str, Any]]] = {
 }
 PARTITIONS["vgg"] = PARTITIONS["cifar"]
 PARTITIONS["mixed"] = {name: PARTITIONS["cifar"][name] for name in ("5 groups", "Dir(0.01)")}
-# What is looked for on the tuning seeds: λ of the methods that have one, further up and down until
-# it gets worse (below 0.1 there is local training). VGG11 takes long: two values, two partitions,
-# and the preset has the one that is better on average.
+# What is looked for on the tuning seeds: λ of the methods that have one, further up until it gets
+# worse, and down to 0.1. VGG11 takes long: two values for PerFed-CKT on two partitions, and the
+# preset has the one that is better on average.
 GRID: dict[str, dict[str, tuple[float, ...]]] = {
     "digits": {"perfed-ckt": (0.1, 0.5, 2.0, 8.0, 32.0, 128.0), "ditto": (0.1, 1.0, 10.0)},
     "cifar": {"perfed-ckt": (0.1, 0.5, 2.0, 8.0), "ditto": (0.1, 1.0, 10.0)},
@@ -103,7 +105,12 @@ TUNED_ON = {"vgg": ("5 groups", "Dir(0.01)")}
 BY_PARTITION = ("digits", "cifar")
 CLUSTERS = {"perfed-ckt": {"clusters": 3}}
 CAUTION = 8.0
-OWN_TESTS = ("local", "local again", "evidence")
+BESIDE_LOCAL = ("evidence", "local", "cautious")  # judged in one run, where samples are fresh
+# Who judges, instead of what the preset says, and the methods for which it is asked.
+JUDGES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "own": ({"fresh_test": 0, "fresh_mix": "test"}, ("local", "local again", "evidence")),
+    "alike": ({"fresh_mix": "test"}, BESIDE_LOCAL),
+}
 
 
 def methods(family: str, partition: str) -> dict[str, dict[str, Any]]:
@@ -140,29 +147,20 @@ class Cell(NamedTuple):
     kind: str = ""  # the personal one, or if there is none the global one
 
 
-def cells(family: str, own: bool = False) -> Iterator[Cell]:
-    """``own``: judged by clients' own test samples."""
-    fresh = FAMILIES[family].get("fresh_test", 0) and not own
+def cells(family: str, judge: str = "") -> Iterator[Cell]:
+    changes, asked = JUDGES.get(judge, ({}, ()))
     for partition in PARTITIONS[family]:
         for method, algorithm in methods(family, partition).items():
-            if own and method not in OWN_TESTS:
+            if asked and method not in asked:
                 continue
             kind, run = "", method
-            if fresh and method in ("evidence", "local", "cautious"):
+            if method in BESIDE_LOCAL and family != "digits" and judge != "own":
                 kind, run = method if method != "evidence" else "personal", "evidence"
                 algorithm = {"name": "evidence-beside-local"}
             for seed in SEEDS:
-                what = experiment(family, partition, algorithm, seed)
-                if own:
-                    what = replace(what, fresh_test=0)
-                yield Cell(
-                    partition,
-                    method,
-                    seed,
-                    _folder_name(f"{partition}-{run}-seed{seed}"),
-                    what,
-                    kind,
-                )
+                what = replace(experiment(family, partition, algorithm, seed), **changes)
+                name = _folder_name(f"{partition}-{run}-seed{seed}")
+                yield Cell(partition, method, seed, name, what, kind)
 
 
 def _folder_name(text: str) -> str:
@@ -180,8 +178,8 @@ def tune(family: str, how: Execution, folder: Path) -> None:
                     name = _folder_name(f"{partition}-{method}-{weight:g}-seed{seed}")
                     tried = {"name": method, "weight": weight, **CLUSTERS.get(method, {})}
                     # Only validation data are looked at.
-                    what = replace(experiment(family, partition, tried, seed), fresh_test=0)
-                    experiments[name] = what
+                    what = experiment(family, partition, tried, seed)
+                    experiments[name] = replace(what, **JUDGES["own"][0])
                     trials.setdefault((partition, method), {}).setdefault(weight, []).append(name)
     study = Study(folder / f"successor-tune-{family}", experiments)
     study.run(how, side_by_side=how.device == "cuda")
@@ -193,7 +191,7 @@ def tune(family: str, how: Execution, folder: Path) -> None:
         scores.setdefault(partition, {})[method] = {f"{w:g}": mean[w] for w in mean}
         chosen.setdefault(partition, {})[method] = max(mean, key=lambda weight: mean[weight])
     content = {"validation_accuracy": scores, "chosen": chosen, "seeds": TUNING_SEEDS}
-    _write(f"successor_tune_{family}.json", content | _origin(family, records))
+    _write(f"successor_tune_{family}.json", content | _origin(family, records, JUDGES["own"][0]))
 
 
 def _validation_accuracy(records: Mapping[str, Record], names: Sequence[str]) -> float:
@@ -209,20 +207,20 @@ def _validation_accuracy(records: Mapping[str, Record], names: Sequence[str]) ->
     )
 
 
-def run(family: str, how: Execution, folder: Path, own: bool = False) -> None:
-    everything = {cell.run: cell.experiment for cell in cells(family, own)}
-    study = Study(folder / f"successor-{family}{'-own' * own}", everything)
+def run(family: str, how: Execution, folder: Path, judge: str = "") -> None:
+    everything = {cell.run: cell.experiment for cell in cells(family, judge)}
+    study = Study(folder / _named(family, judge).replace("_", "-"), everything)
     study.run(how, side_by_side=how.device == "cuda")
-    write_results(family, study.records(), own)
+    write_results(family, study.records(), judge)
 
 
-def run_own(family: str, how: Execution, folder: Path) -> None:
-    run(family, how, folder, own=True)
+def _named(family: str, judge: str) -> str:
+    return "_".join(filter(None, ["successor", family, judge]))
 
 
-def write_results(family: str, records: Mapping[str, Record], own: bool = False) -> None:
+def write_results(family: str, records: Mapping[str, Record], judge: str = "") -> None:
     found: dict[tuple[str, str], dict[int, Judgement]] = {}
-    for cell in cells(family, own):
+    for cell in cells(family, judge):
         record = records.get(cell.run)
         if record and "failed" not in record:
             judged = found.setdefault((cell.partition, cell.method), {})
@@ -231,9 +229,12 @@ def write_results(family: str, records: Mapping[str, Record], own: bool = False)
         {"partition": partition, "method": method, **row(judged, found[partition, "local"])}
         for (partition, method), judged in found.items()
     ]
-    settings = {partition: methods(family, partition) for partition in PARTITIONS[family]}
+    settings: dict[str, Any] = {partition: {} for partition in PARTITIONS[family]}
+    for partition, method in found:
+        settings[partition][method] = methods(family, partition)[method]
     content = {"rows": rows, "methods": settings, "seeds": SEEDS}
-    _write(f"successor_{family}{'_own' * own}.json", content | _origin(family, records))
+    changes, _ = JUDGES.get(judge, ({}, ()))
+    _write(f"{_named(family, judge)}.json", content | _origin(family, records, changes))
 
 
 Judgement = tuple[Record, str]  # and the kind of model
@@ -243,11 +244,18 @@ def row(found: Mapping[int, Judgement], local: Mapping[int, Judgement]) -> dict[
     """Of every seed the accuracy, of every client the gain over its own local model."""
     both = {seed: (*judged, *local[seed]) for seed, judged in found.items() if seed in local}
     gains = [
-        client_gains(record, alone, kind or _headline(record), local_kind or "personal")
+        client_gains(
+            record,
+            alone,
+            kind or headline_kind(record["summary"]["models"]),
+            local_kind or "personal",
+        )
         for record, kind, alone, local_kind in both.values()
     ]
     accuracies = [
-        statistics.mean(record["clients"]["test_accuracy"][kind or _headline(record)])
+        statistics.mean(
+            record["clients"]["test_accuracy"][kind or headline_kind(record["summary"]["models"])]
+        )
         for record, kind, *_ in both.values()
     ]
     records = [record for record, *_ in both.values()]
@@ -261,20 +269,18 @@ def row(found: Mapping[int, Judgement], local: Mapping[int, Judgement]) -> dict[
     }
 
 
-def _headline(record: Record) -> str:
-    return "personal" if "personal" in record["summary"]["models"] else "global"
-
-
 def _per_round(records: list[Record], unit: str) -> int:
     traffic = [r["summary"]["traffic"] for r in records]
     total = statistics.mean(t[f"up_{unit}"] + t[f"down_{unit}"] for t in traffic)
     return round(total / records[0]["config"]["rounds"])
 
 
-def _origin(family: str, records: Mapping[str, Record]) -> dict[str, Any]:
+def _origin(
+    family: str, records: Mapping[str, Record], changes: Mapping[str, Any]
+) -> dict[str, Any]:
     first = next(iter(records.values()))
     return {
-        "config": FAMILIES[family],
+        "config": FAMILIES[family] | changes,
         "partitions": PARTITIONS[family],
         "environment": first["environment"],
     }
@@ -288,4 +294,7 @@ def _write(name: str, content: Mapping[str, Any]) -> None:
 if __name__ == "__main__":
     action, family, *rest = sys.argv[1:]
     how = Execution(**dict(part.split("=", 1) for part in rest))  # device=cuda precision=bf16
-    {"tune": tune, "run": run, "own": run_own}[action](family, how, ROOT / "runs")
+    if action == "tune":
+        tune(family, how, ROOT / "runs")
+    else:
+        run(family, how, ROOT / "runs", action if action in JUDGES else "")

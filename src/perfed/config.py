@@ -59,8 +59,11 @@ class Experiment(Options):
     fresh_test: int = option(
         0,
         "judge a client not by its own test samples but by so many that no client holds, with its "
-        "label mix; 0: by its own",
+        "mix of labels (data.samples must leave enough over); 0: by its own",
         ge=0,
+    )
+    fresh_mix: Literal["test", "held"] = option(
+        "test", "the mix of labels of fresh samples: that of its own test samples, or of all it has"
     )
     models: Models = option(Models(), "which client has which network")
     training: Training = option(Training(), "local training")

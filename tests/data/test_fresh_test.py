@@ -25,10 +25,11 @@ LABELS = 4
     labels=st.lists(st.integers(0, LABELS - 1), min_size=30, max_size=80),
     clients=st.integers(1, 4),
     count=st.integers(1, 40),
+    mix=st.sampled_from(["test", "held"]),
     seed=st.integers(0, 99),
 )
 def test_fresh_samples_are_nobodys_and_have_each_clients_label_mix(
-    labels: list[int], clients: int, count: int, seed: int
+    labels: list[int], clients: int, count: int, mix: Any, seed: int
 ) -> None:
     held = np.array(labels)
     y = np.concatenate([held, np.repeat(np.arange(LABELS), 60)])
@@ -43,7 +44,7 @@ def test_fresh_samples_are_nobodys_and_have_each_clients_label_mix(
         for k in range(clients)
     ]
 
-    after, fresh = freshly_tested(samples, splits, count, seed)
+    after, fresh = freshly_tested(samples, splits, count, mix, seed)
 
     for before, split in zip(splits, fresh, strict=True):
         assert len(split.test) == len(set(split.test.tolist())) == count
@@ -51,11 +52,11 @@ def test_fresh_samples_are_nobodys_and_have_each_clients_label_mix(
         assert not set(after.index[split.test]) & set(samples.index)
         assert (after.y[split.test] == stored.y[after.index[split.test] - 1000]).all()
         assert (after.x[split.test] == stored.x[after.index[split.test] - 1000]).all()
-        own = np.concatenate([*vars(before).values()])
-        mix = np.bincount(samples.y[own], minlength=LABELS) / len(own)
+        own = before.test if mix == "test" else np.concatenate([*vars(before).values()])
+        due = count * np.bincount(samples.y[own], minlength=LABELS) / len(own)
         found = np.bincount(after.y[split.test], minlength=LABELS)
-        assert (np.abs(found - count * mix) <= 1).all()
-        assert (found[mix == 0] == 0).all()
+        assert (np.abs(found - due) <= 1).all()
+        assert (found[due == 0] == 0).all()
         # Nothing else changes.
         assert (split.train == before.train).all()
         assert (split.validation == before.validation).all()
@@ -97,11 +98,55 @@ def test_training_is_the_same_and_only_the_judgement_differs(
     )
 
 
+def test_neither_public_nor_kept_once_it_is_chosen(stored: dict[str, Any]) -> None:
+    """Pictures, as bytes: what a client is judged by is in nobody's hands, the public set's either;
+    and the rest of the data does not stay in memory."""
+    path = Path(stored["path"]).with_name("pictures.npz")
+    random = np.random.default_rng(1)
+    x = random.integers(0, 256, (600, 3, 4, 4), dtype=np.uint8)
+    np.savez(path, x=x, y=np.arange(600) % 3)
+    data = Npz(path=str(path), public=100, samples=200)
+    federation = build_federation(data, partitions.build("iid"), Split(), 5, 3, fresh_test=60)
+    record, samples = federation.record(), federation.samples
+    held = {
+        i for c in record["clients"] for part in ("train", "validation", "unused") for i in c[part]
+    }
+    fresh = {i for c in record["clients"] for i in c["test"]}
+    assert len(held) == 200
+    assert not fresh & (held | set(record["public"]))
+    for split, client in zip(federation.splits, record["clients"], strict=True):
+        assert np.allclose(samples.x[split.test], x[client["test"]] / 127.5 - 1, atol=1e-6)
+    assert samples.spare is None
+
+
+def test_with_the_mix_of_test_samples_nobody_is_judged_otherwise_on_average() -> None:
+    """Who always names the most frequent training label is right as often as by its own test
+    samples. With the mix of all it holds, training samples too, it is right more often."""
+    random = np.random.default_rng(0)
+    y = random.integers(0, LABELS, 6000)
+    none = np.zeros(0, dtype=np.int64)
+    stored = Samples(np.zeros((6000, 1), np.float32), y, np.arange(6000), none, none, LABELS)
+    samples = finished(stored, 3000, 0)
+    splits = [
+        ClientSplit(*np.split(random.permutation(np.arange(20 * k, 20 * k + 20)), [6, 8, 18]))
+        for k in range(150)
+    ]
+
+    def right(samples: Samples, splits: list[ClientSplit]) -> float:
+        shares = []
+        for split, first in zip(splits, favourites, strict=True):
+            shares.append((samples.y[split.test] == first).mean())
+        return float(np.mean(shares))
+
+    favourites = [np.bincount(samples.y[split.train]).argmax() for split in splits]
+    own = right(samples, splits)
+    assert right(*freshly_tested(samples, splits, 100, "test", 0)) == pytest.approx(own, abs=0.005)
+    assert right(*freshly_tested(samples, splits, 100, "held", 0)) > own + 0.05
+
+
 def test_where_there_is_nothing_to_spare(stored: dict[str, Any], tmp_path: Path) -> None:
     iid = partitions.build("iid")
-    with pytest.raises(
-        ConfigError, match=r"fresh_test: \d+ samples of label 0 are needed .* are 0"
-    ):
+    with pytest.raises(ConfigError, match="fresh_test: every sample is some client's"):
         build_federation(Digits(), iid, Split(), 4, 0, fresh_test=100)
     data = Npz(path=stored["path"], public=0, samples=600)
     build_federation(data, iid, Split(), 4, 0, fresh_test=200)

@@ -3,6 +3,7 @@
 import json
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -137,10 +138,7 @@ def test_the_table_has_mean_and_spread_over_seeds(tmp_path: Path) -> None:
 
 
 def test_a_comparison_with_local_training_says_who_gains_and_who_loses(tmp_path: Path) -> None:
-    values = TINY | {"algorithms": ["majority", "local", "fedavg"], "seeds": [0, 1]}
-    del values["algorithm"]
-    values["models"] = {"architectures": ["mlp"]}
-    done = perfed.compare(perfed.config.parse(values), tmp_path / "run")  # type: ignore[arg-type]
+    done = compared(tmp_path / "run", ["majority", "local", "fedavg"], [0, 1])
     by_run = {
         (r.experiment.algorithm.label(), r.experiment.seed): r.per_client().query("round == 2")
         for r in done.results
@@ -159,8 +157,27 @@ def test_a_comparison_with_local_training_says_who_gains_and_who_loses(tmp_path:
         assert small == (f"{np.mean(of_small):+.1f}" if of_small else "–")
         assert gaining == f"{100 * np.mean(np.array(gains) > 2):.0f}"
         assert losing == f"{100 * np.mean(np.array(gains) < -2):.0f}"
-    assert "Against local training" in done.table()
+    assert "Against local\n" in done.table()
     assert "participation=drawn" in table.note  # in every round all train alone
+
+
+def test_of_two_ways_to_train_alone_the_same_clients_at_the_same_times(tmp_path: Path) -> None:
+    drawn = {"name": "local", "participation": "drawn"}
+    done = compared(tmp_path / "run", ["local", drawn, "fedavg"], [3])
+    table = done.tables()[1]
+    assert table.title == "Against local(participation=drawn)"
+    assert [row[0] for row in table.rows] == ["local", "fedavg"]
+    assert "±" not in "".join(cell for row in table.rows for cell in row)  # one seed has no spread
+    assert "participation=drawn" not in table.note
+    assert len(compared(tmp_path / "without", ["fedavg"], [3]).tables()) == 1
+    assert len(compared(tmp_path / "alone", ["local"], [3]).tables()) == 1
+
+
+def compared(folder: Path, algorithms: list[Any], seeds: list[int]) -> perfed.ComparisonResult:
+    values = TINY | {"algorithms": algorithms, "seeds": seeds}
+    del values["algorithm"]
+    values["models"] = {"architectures": ["mlp"]}
+    return perfed.compare(perfed.config.parse(values), folder)  # type: ignore[arg-type]
 
 
 def test_numbers_for_people() -> None:

@@ -121,7 +121,9 @@ def _print_in_colour(console: Console, table: Table) -> None:
     shown = rich.table.Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1))
     for number, title in enumerate(table.header):
         words = number < table.names
-        shown.add_column(title, justify="left" if words else "right", no_wrap=number != 0)
+        shown.add_column(
+            title, justify="left" if words else "right", no_wrap=number != 0, overflow="fold"
+        )
     for row in table.rows:
         shown.add_row(*row)
     console.print(f"\n[bold]{table.title}[/bold]" if table.title else "")

@@ -103,7 +103,8 @@ def compare(
     mlflow: MlflowOption = False,
     wandb: WandbOption = False,
 ) -> None:
-    """Run several algorithms with several seeds: one table, mean ± standard deviation."""
+    """Run several algorithms with several seeds: one table, mean ± standard deviation; with local
+    training among them a second, of who gains and who loses."""
     values = overridden(file, set_ or ())
     if algorithm:
         values.pop("algorithm", None)

@@ -126,6 +126,7 @@ def with_spare(samples: Samples, where: np.ndarray) -> Samples:
         x=np.concatenate([samples.x, _numbers(stored, where)]),
         y=np.concatenate([samples.y, stored.y[where]]),
         index=np.concatenate([samples.index, stored.index[where]]),
+        client_ids=None,
     )
 
 

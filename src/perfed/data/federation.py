@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from perfed.core.streams import numpy_stream
 from perfed.data.datasets import Dataset, Samples, with_spare
 from perfed.data.partition import Given, Partition, held_by, move_to_minimum
 
+FreshMix = Literal["test", "held"]
 SMALLEST_CLIENT = 3  # one sample each to train, to validate and to test
 
 
@@ -103,6 +104,7 @@ def build_federation(
     clients: int,
     seed: int,
     fresh_test: int = 0,
+    fresh_mix: FreshMix = "test",
 ) -> Federation:
     """Load, divide among clients, and divide each client's samples."""
     samples = dataset.load(seed)
@@ -136,8 +138,8 @@ def build_federation(
                 "given clients may differ in more than labels: only they have samples like theirs",
                 "fresh_test",
             )
-        samples, splits = freshly_tested(samples, splits, fresh_test, seed)
-    samples, scales = standardised(samples, splits)
+        samples, splits = freshly_tested(samples, splits, fresh_test, fresh_mix, seed)
+    samples, scales = standardised(replace(samples, spare=None), splits)
     facts |= scales | {
         "minimum": minimum,
         "moved_to_minimum": int((owner != before).sum()),
@@ -147,21 +149,26 @@ def build_federation(
 
 
 def freshly_tested(
-    samples: Samples, splits: Sequence[ClientSplit], count: int, seed: int
+    samples: Samples, splits: Sequence[ClientSplit], count: int, mix: FreshMix, seed: int
 ) -> tuple[Samples, list[ClientSplit]]:
     """Instead of its own test samples, ``count`` that nobody holds, with the client's label mix.
 
     Clients share them: of a label, everybody has the first ones. What was a client's own to test
     is not used.
     """
-    wanted = np.array([_label_quota(samples, split, count) for split in splits])
-    most = wanted.max(axis=0)
     spare = samples.spare
-    left = spare.where if spare else np.zeros(0, dtype=np.int64)
-    left = numpy_stream(seed, "fresh-test").permutation(left)
+    if spare is None:
+        raise ConfigError(
+            "every sample is some client's: set data.samples, where the dataset has that, to fewer "
+            "than there are",
+            "fresh_test",
+        )
+    wanted = np.array([_label_quota(samples, split, count, mix) for split in splits])
+    most = wanted.max(axis=0)
+    left = numpy_stream(seed, "fresh-test").permutation(spare.where)
     taken = []
     for label, needed in enumerate(most):
-        there = left[spare.all.y[left] == label] if spare else left
+        there = left[spare.all.y[left] == label]
         if len(there) < needed:
             raise ConfigError(
                 f"{needed} samples of label {label} are needed that no client holds, there are "
@@ -182,11 +189,11 @@ def freshly_tested(
     ]
 
 
-def _label_quota(samples: Samples, split: ClientSplit, count: int) -> np.ndarray:
-    """How many of each label make ``count`` with the mix of all a client holds."""
-    held = samples.y[np.concatenate([*vars(split).values()])]
-    upto = np.cumsum(np.bincount(held, minlength=samples.classes)) / len(held)
-    return np.diff(np.round(upto * count), prepend=0).astype(int)  # all of count, none off by one
+def _label_quota(samples: Samples, split: ClientSplit, count: int, mix: FreshMix) -> np.ndarray:
+    """How many of each label make ``count`` with a client's mix; none is off by more than one."""
+    alike = split.test if mix == "test" else np.concatenate([*vars(split).values()])
+    upto = np.cumsum(np.bincount(samples.y[alike], minlength=samples.classes)) / len(alike)
+    return np.diff(np.round(upto * count), prepend=0).astype(int)
 
 
 def standardised(samples: Samples, splits: Sequence[ClientSplit]) -> tuple[Samples, dict[str, Any]]:

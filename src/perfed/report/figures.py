@@ -70,6 +70,6 @@ def _curves(results: Sequence[Result]) -> dict[str, pd.DataFrame]:
         for kind in kinds:
             label = result.experiment.algorithm.label()
             if len(kinds) > 1:
-                label += f", {MODEL_NAMES[kind]}"
+                label += f", {MODEL_NAMES.get(kind, kind)}"
             frames.setdefault(label, []).append(frame[frame["model"] == kind])
     return {label: pd.concat(group) for label, group in frames.items()}

@@ -287,7 +287,9 @@ def series(runs: Sequence[Run]) -> list[Series]:
     grouped: dict[tuple[str, str], list[Run]] = {}
     for run in runs:
         for kind in run.kinds:
-            label = run.label if len(run.kinds) == 1 else f"{run.label}, {MODEL_NAMES[kind]}"
+            label = (
+                run.label if len(run.kinds) == 1 else f"{run.label}, {MODEL_NAMES.get(kind, kind)}"
+            )
             grouped.setdefault((label, kind), []).append(run)
     first = ALONE if len(grouped) == 1 else 0
     return [

@@ -10,8 +10,8 @@ from typing import Any
 from perfed.algorithms.local import Local
 from perfed.core.metrics import MODEL_NAMES
 from perfed.report.layout import Table
-from perfed.runs.result import Result
-from perfed.runs.study import client_gains, record_of
+from perfed.runs.result import Result, headline_kind
+from perfed.runs.study import Gains, client_gains, record_of
 
 HEADER = (
     "algorithm",
@@ -59,7 +59,7 @@ def rows(summaries: Sequence[dict[str, Any]]) -> list[Row]:
 def cells(row: Row) -> list[str]:
     return [
         row.algorithm,
-        MODEL_NAMES[row.kind],
+        MODEL_NAMES.get(row.kind, row.kind),
         spread(row.values(lambda m: m["last"]["test_accuracy"])),
         spread(row.values(lambda m: m["chosen"]["test_accuracy"])),
         spread(row.values(lambda m: m["best_test"]["test_accuracy"])),
@@ -89,43 +89,47 @@ def summary(summaries: Sequence[dict[str, Any]]) -> Table:
     return Table("", HEADER, [cells(row) for row in rows(summaries)], FOOTNOTE, names=2)
 
 
-HARM = 2.0
-SMALL = 10
-AGAINST_LOCAL = ("algorithm", "above local", f"fewer than {SMALL}", "gain %", "lose %")
+HARM = 2.0  # points
+SMALL = 10  # training samples
+AGAINST_LOCAL = ("algorithm", "above local", f"n < {SMALL}", "gain %", "lose %")
 AGAINST_LOCAL_NOTE = f"""\
 Test accuracy of a client less that of its own local model, in points, after the
-last round. above local: mean over all clients. fewer than {SMALL}: over those with
-fewer than {SMALL} training samples. gain, lose: clients more than {HARM:g} points above
-their local model, and below it."""
+last round. above local: mean over all clients, ± standard deviation over seeds.
+n < {SMALL}: over clients with fewer than {SMALL} training samples. gain, lose: clients
+more than {HARM:g} points above their local model, and below it."""
 EVERYBODY = """
 Local training is of everybody in every round here; local,participation=drawn
 trains the clients that the others train, at the same times."""
 
 
 def against_local(runs: Sequence[Result]) -> Table | None:
-    """Who gains by working together, where local training was run with the same seeds."""
-    alone: dict[int, Result] = {}
-    for run in runs:
-        if isinstance(run.experiment.algorithm, Local):
-            alone.setdefault(run.experiment.seed, run)
-    by_method: dict[str, list[list[tuple[float, int, int]]]] = {}
+    """Who gains by working together, where local training was run with the same seeds; of two
+    ways to train alone that which trains the same clients at the same times."""
+    ways = [run.experiment.algorithm for run in runs if isinstance(run.experiment.algorithm, Local)]
+    if not ways:
+        return None
+    reference = min(ways, key=lambda way: way.trains_everyone())
+    alone = {
+        run.experiment.seed: record_of(run.path)
+        for run in runs
+        if run.experiment.algorithm == reference
+    }
+    by_method: dict[str, list[Gains]] = {}
     for run in runs:
         local = alone.get(run.experiment.seed)
-        if local is None or isinstance(run.experiment.algorithm, Local):
+        if local is None or run.experiment.algorithm == reference:
             continue
         record = record_of(run.path)
-        kind = "personal" if "personal" in record["summary"]["models"] else "global"
-        gains = client_gains(record, record_of(local.path), kind)
+        gains = client_gains(record, local, headline_kind(record["summary"]["models"]))
         by_method.setdefault(run.experiment.algorithm.label(), []).append(gains)
     if not by_method:
         return None
     lines = [[method, *_gain_cells(seeds)] for method, seeds in by_method.items()]
-    everybody = any(run.experiment.algorithm.trains_everyone() for run in alone.values())
-    note = AGAINST_LOCAL_NOTE + EVERYBODY * everybody
-    return Table("Against local training", AGAINST_LOCAL, lines, note)
+    note = AGAINST_LOCAL_NOTE + EVERYBODY * reference.trains_everyone()
+    return Table(f"Against {reference.label()}", AGAINST_LOCAL, lines, note)
 
 
-def _gain_cells(seeds: Sequence[Sequence[tuple[float, int, int]]]) -> list[str]:
+def _gain_cells(seeds: Sequence[Gains]) -> list[str]:
     everybody = [client for clients in seeds for client in clients]
     small = [gain for gain, size, _ in everybody if size < SMALL]
     means = [statistics.mean(gain for gain, *_ in clients) for clients in seeds]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,11 @@ if TYPE_CHECKING:
 
 def headline(by_kind: Mapping[str, Any]) -> Any:
     """Of a client's personal and its global model, the one it would use."""
-    return by_kind["personal"] if "personal" in by_kind else by_kind["global"]
+    return by_kind[headline_kind(by_kind)]
+
+
+def headline_kind(kinds: Container[str]) -> str:
+    return "personal" if "personal" in kinds else "global"
 
 
 class ConstantLogits(nn.Module):

@@ -100,6 +100,7 @@ class Simulation(Coordinator):
             experiment.clients,
             experiment.seed,
             experiment.fresh_test,
+            experiment.fresh_mix,
         )
         if self.algorithm.needs_public_set and not len(self.federation.samples.public_x):
             raise ConfigError(

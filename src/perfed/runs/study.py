@@ -27,6 +27,8 @@ from perfed.runs.result import Result
 from perfed.runs.simulation import AUTOMATIC, in_recorded_precision
 
 Record = dict[str, Any]
+Gains = list[tuple[float, int, int]]
+"""Of every client: points above its own local model, training samples, labels among them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,10 +199,7 @@ def _clients(directory: RunDirectory) -> Record:
     }
 
 
-def client_gains(
-    record: Record, local: Record, kind: str, local_kind: str = "personal"
-) -> list[tuple[float, int, int]]:
-    """Of every client: points above its own local model, training samples, labels among them."""
+def client_gains(record: Record, local: Record, kind: str, local_kind: str = "personal") -> Gains:
     clients = record["clients"]
     return [
         (100 * (accuracy - alone), size, labels)
