@@ -47,7 +47,7 @@ from perfed.runs.study import Study
 CNN = {"name": "cnn", "batchnorm": True}
 FAMILIES: dict[str, dict[str, Any]] = {
     "digits": successor.FAMILIES["digits"] | {"models": {"architectures": [CNN]}},
-    "cifar": successor.FAMILIES["cifar"] | successor.JUDGES["own"][0],
+    "cifar": successor.FAMILIES["cifar"] | successor.JUDGES["own"],
 }
 SETTINGS = {"digits": ("3 groups", "Dir(0.1)", "Dir(1)"), "cifar": ("5 groups", "Dir(0.1)")}
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -106,11 +106,19 @@ BY_PARTITION = ("digits", "cifar")
 CLUSTERS = {"perfed-ckt": {"clusters": 3}}
 CAUTION = 8.0
 BESIDE_LOCAL = ("evidence", "local", "cautious")  # judged in one run, where samples are fresh
-# Who judges, instead of what the preset says, and the methods for which it is asked.
-JUDGES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "own": ({"fresh_test": 0, "fresh_mix": "test"}, ("local", "local again", "evidence")),
-    "alike": ({"fresh_mix": "test"}, BESIDE_LOCAL),
+# Who judges, instead of what the preset says.
+JUDGES: dict[str, dict[str, Any]] = {
+    "own": {"fresh_test": 0, "fresh_mix": "test"},
+    "alike": {"fresh_mix": "test"},
 }
+SMALL_CLIENTS = ("Dir(0.01)", "Dir(0.1)")
+
+
+def is_asked(judge: str, partition: str, method: str) -> bool:
+    """Other judges are asked where they may judge otherwise."""
+    if judge == "own":
+        return method in ("local", "local again", "evidence")
+    return judge != "alike" or method in BESIDE_LOCAL or partition in SMALL_CLIENTS
 
 
 def methods(family: str, partition: str) -> dict[str, dict[str, Any]]:
@@ -148,17 +156,17 @@ class Cell(NamedTuple):
 
 
 def cells(family: str, judge: str = "") -> Iterator[Cell]:
-    changes, asked = JUDGES.get(judge, ({}, ()))
     for partition in PARTITIONS[family]:
         for method, algorithm in methods(family, partition).items():
-            if asked and method not in asked:
+            if not is_asked(judge, partition, method):
                 continue
             kind, run = "", method
             if method in BESIDE_LOCAL and family != "digits" and judge != "own":
                 kind, run = method if method != "evidence" else "personal", "evidence"
                 algorithm = {"name": "evidence-beside-local"}
             for seed in SEEDS:
-                what = replace(experiment(family, partition, algorithm, seed), **changes)
+                what = experiment(family, partition, algorithm, seed)
+                what = replace(what, **JUDGES.get(judge, {}))
                 name = _folder_name(f"{partition}-{run}-seed{seed}")
                 yield Cell(partition, method, seed, name, what, kind)
 
@@ -179,7 +187,7 @@ def tune(family: str, how: Execution, folder: Path) -> None:
                     tried = {"name": method, "weight": weight, **CLUSTERS.get(method, {})}
                     # Only validation data are looked at.
                     what = experiment(family, partition, tried, seed)
-                    experiments[name] = replace(what, **JUDGES["own"][0])
+                    experiments[name] = replace(what, **JUDGES["own"])
                     trials.setdefault((partition, method), {}).setdefault(weight, []).append(name)
     study = Study(folder / f"successor-tune-{family}", experiments)
     study.run(how, side_by_side=how.device == "cuda")
@@ -191,7 +199,7 @@ def tune(family: str, how: Execution, folder: Path) -> None:
         scores.setdefault(partition, {})[method] = {f"{w:g}": mean[w] for w in mean}
         chosen.setdefault(partition, {})[method] = max(mean, key=lambda weight: mean[weight])
     content = {"validation_accuracy": scores, "chosen": chosen, "seeds": TUNING_SEEDS}
-    _write(f"successor_tune_{family}.json", content | _origin(family, records, JUDGES["own"][0]))
+    _write(f"successor_tune_{family}.json", content | _origin(family, records, JUDGES["own"]))
 
 
 def _validation_accuracy(records: Mapping[str, Record], names: Sequence[str]) -> float:
@@ -233,8 +241,8 @@ def write_results(family: str, records: Mapping[str, Record], judge: str = "") -
     for partition, method in found:
         settings[partition][method] = methods(family, partition)[method]
     content = {"rows": rows, "methods": settings, "seeds": SEEDS}
-    changes, _ = JUDGES.get(judge, ({}, ()))
-    _write(f"{_named(family, judge)}.json", content | _origin(family, records, changes))
+    judged = _origin(family, records, JUDGES.get(judge, {}))
+    _write(f"{_named(family, judge)}.json", content | judged)
 
 
 Judgement = tuple[Record, str]  # and the kind of model
