@@ -106,8 +106,9 @@ BY_PARTITION = ("digits", "cifar")
 CLUSTERS = {"perfed-ckt": {"clusters": 3}}
 CAUTION = 8.0
 BESIDE_LOCAL = ("evidence", "local", "cautious")  # judged in one run, where samples are fresh
-# Who judges, instead of what the preset says.
+# Who judges, by what is changed in the preset.
 JUDGES: dict[str, dict[str, Any]] = {
+    "": {},
     "own": {"fresh_test": 0, "fresh_mix": "test"},
     "alike": {"fresh_mix": "test"},
 }
@@ -166,7 +167,7 @@ def cells(family: str, judge: str = "") -> Iterator[Cell]:
                 algorithm = {"name": "evidence-beside-local"}
             for seed in SEEDS:
                 what = experiment(family, partition, algorithm, seed)
-                what = replace(what, **JUDGES.get(judge, {}))
+                what = replace(what, **JUDGES[judge])
                 name = _folder_name(f"{partition}-{run}-seed{seed}")
                 yield Cell(partition, method, seed, name, what, kind)
 
@@ -241,8 +242,7 @@ def write_results(family: str, records: Mapping[str, Record], judge: str = "") -
     for partition, method in found:
         settings[partition][method] = methods(family, partition)[method]
     content = {"rows": rows, "methods": settings, "seeds": SEEDS}
-    judged = _origin(family, records, JUDGES.get(judge, {}))
-    _write(f"{_named(family, judge)}.json", content | judged)
+    _write(f"{_named(family, judge)}.json", content | _origin(family, records, JUDGES[judge]))
 
 
 Judgement = tuple[Record, str]  # and the kind of model
@@ -305,4 +305,4 @@ if __name__ == "__main__":
     if action == "tune":
         tune(family, how, ROOT / "runs")
     else:
-        run(family, how, ROOT / "runs", action if action in JUDGES else "")
+        run(family, how, ROOT / "runs", {"run": "", "own": "own", "alike": "alike"}[action])

@@ -78,6 +78,14 @@ def test_a_method_is_compared_with_local_training_of_the_same_clients(tmp_path: 
     assert gather.alone(curves[4], curves) is None
 
 
+def test_of_two_ways_to_train_alone_the_page_takes_that_of_the_table(tmp_path: Path) -> None:
+    drawn = {"name": "local", "participation": "drawn"}
+    experiments = [tiny(rounds=1, algorithm=a, seed=1) for a in ("local", drawn, "fedavg")]
+    paths = [perfed.run(e, tmp_path / str(n)).path for n, e in enumerate(experiments)]
+    curves = gather.series(gather.read(paths))
+    assert gather.alone(curves[2], curves) is curves[1]
+
+
 def test_a_run_in_the_making_is_read_as_far_as_it_goes(
     tmp_path: Path, comparison: perfed.ComparisonResult
 ) -> None:

@@ -22,7 +22,7 @@ IN_A_NAME = ("name", "about", "seed", "algorithm")  # do not set two runs of a m
 
 LONGEST_NAME = 60  # runs that would have longer ones go by their folders
 
-CLIENTS = ("clients", "data", "partition", "split")
+CLIENTS = ("clients", "data", "partition", "split", "fresh_test", "fresh_mix")
 
 ALONE = 4  # the colour of a single curve: blue
 
@@ -57,7 +57,7 @@ class Run:
 
     @property
     def clients_setting(self) -> dict[str, Any]:
-        """What says who the clients are, and what they have."""
+        """What says who the clients are, what they have, and what they are judged by."""
         return {key: self.setting[key] for key in CLIENTS}
 
     @cached_property
@@ -287,9 +287,9 @@ def series(runs: Sequence[Run]) -> list[Series]:
     grouped: dict[tuple[str, str], list[Run]] = {}
     for run in runs:
         for kind in run.kinds:
-            label = (
-                run.label if len(run.kinds) == 1 else f"{run.label}, {MODEL_NAMES.get(kind, kind)}"
-            )
+            label = run.label
+            if len(run.kinds) > 1:
+                label += f", {MODEL_NAMES.get(kind, kind)}"
             grouped.setdefault((label, kind), []).append(run)
     first = ALONE if len(grouped) == 1 else 0
     return [
@@ -299,11 +299,14 @@ def series(runs: Sequence[Run]) -> list[Series]:
 
 
 def alone(curve: Series, curves: Sequence[Series]) -> Series | None:
-    """Local training of the same clients; of several, that with the most settings in common."""
+    """Local training of the same clients; of several, that with the most settings in common, and
+    then that which trains the same clients at the same times, as in the tables."""
     own = curve.runs[0]
 
-    def differences(other: Series) -> int:
-        return sum(own.setting[key] != value for key, value in other.runs[0].setting.items())
+    def differences(other: Series) -> tuple[int, bool]:
+        run = other.runs[0]
+        settings = sum(own.setting[key] != value for key, value in run.setting.items())
+        return settings, run.result.experiment.algorithm.trains_everyone()
 
     local = [c for c in curves if c.algorithm == "local"]
     alike = [c for c in local if c.runs[0].clients_setting == own.clients_setting]
