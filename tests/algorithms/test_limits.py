@@ -8,9 +8,11 @@ import pytest
 import torch
 
 import perfed
+from perfed.algorithms.fedfomo import distance_between, mix
 from perfed.core.channel import Channel
 from perfed.core.message import Message
 from perfed.core.streams import stream_key
+from perfed.core.tree import Weights
 from perfed.engines.base import Sgd
 from perfed.runs.result import tensors_of
 from perfed.runs.simulation import Simulation
@@ -162,6 +164,20 @@ def test_fedfomo_ignores_candidates_that_do_not_help() -> None:
     assert weigh(client, good, [good, bad, bad]).tolist() == [1, 0, 0]  # keeps its own
     assert weigh(client, bad, [bad, good]).tolist() == [0, 1]
     assert weigh(client, bad, [good, bad]).tolist() == [1, 0]
+
+
+def test_fedfomo_pairs_tensors_by_name_and_rounds_counts() -> None:
+    """What came over a network may come in another order."""
+    one = Weights({"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([3.0])}, {"n": torch.tensor(3)})
+    other = Weights(
+        {"b": torch.tensor([7.0]), "a": torch.tensor([1.0, 5.0])}, {"n": torch.tensor(4)}
+    )
+    assert float(distance_between(one, other)) == 5.0
+    mixed = mix([one, other], torch.tensor([0.25, 0.75]))
+    assert mixed.params["a"].tolist() == [1.0, 4.25]
+    assert mixed.params["b"].tolist() == [6.0]
+    assert mixed.buffers["n"].item() == 4
+    assert mixed.buffers["n"].dtype == torch.int64
 
 
 def test_fedfomo_explores_less_and_less_and_then_follows_affinity() -> None:
