@@ -58,10 +58,13 @@ class PerFedCKT(Algorithm):
     # Lines 10–15. A client finds its nearest centroid s̄, makes τ steps, sends its soft decisions.
     def client_round(self, client: Client, message: Message) -> Message:
         centroids = message["centroids"]
-        cluster = nearest(centroids, client.soft_decisions())
+        # Its model is as it was when it was last drawn: what it said then it would say again.
+        said = client.state["said"] if "said" in client.state else client.soft_decisions()
+        cluster = nearest(centroids, said)
         client.weights = client.sgd(client.weights, self.objective, centroids[cluster])
-        client.state = {"cluster": cluster}
-        return Message(soft_decisions=client.soft_decisions())
+        said = client.soft_decisions()
+        client.state = {"cluster": cluster, "said": said}
+        return Message(soft_decisions=said)
 
     # The objective Φ_k(w; s̄), on one private and one public mini-batch.
     def objective(
