@@ -157,7 +157,7 @@ def test_tables_in_the_documentation_are_what_the_results_say() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("family", ["digits", "cifar"])
+@pytest.mark.parametrize("family", ["digits", "cifar", "vgg"])
 def test_presets_have_the_weights_that_were_found(family: str) -> None:
     """For the partition they have: Dir(α), by its name in the results."""
     comparison = perfed.load(f"successor-{family}")
