@@ -101,9 +101,7 @@ GRID: dict[str, dict[str, tuple[float, ...]]] = {
     "vgg": {"perfed-ckt": (0.1, 0.5, 2.0, 8.0), "ditto": (0.1, 1.0)},
 }
 # GPU time was short: these were run once, when 0.5 was thought best, and not with what was found.
-EARLIER = {
-    "vgg": dict.fromkeys(PARTITIONS["vgg"], ("c=4",)) | {"Dir(0.01)": ("c=2", "c=4")}
-}
+EARLIER = {"vgg": dict.fromkeys(PARTITIONS["vgg"], ("c=4",)) | {"Dir(0.01)": ("c=2", "c=4")}}
 CLUSTERS = {"perfed-ckt": {"clusters": 3}}
 CAUTION = 8.0
 BESIDE_LOCAL = ("evidence", "local", "cautious")  # judged in one run, where samples are fresh

@@ -157,6 +157,10 @@ def test_a_comparison_with_local_training_says_who_gains_and_who_loses(tmp_path:
         assert small == (f"{np.mean(of_small):+.1f}" if of_small else "–")
         assert gaining == f"{100 * np.mean(np.array(gains) > 2):.0f}"
         assert losing == f"{100 * np.mean(np.array(gains) < -2):.0f}"
+        found = done.record()["against_local"]["methods"][method]
+        assert [found[seed]["above_local"] for seed in ("0", "1")] == pytest.approx(means, abs=0.01)
+        losing_share = np.mean([found[seed]["losing"] for seed in ("0", "1")])
+        assert losing == f"{100 * losing_share:.0f}"
     assert "Against local\n" in done.table()
     assert "participation=drawn" in table.note  # in every round all train alone
 
@@ -169,7 +173,10 @@ def test_of_two_ways_to_train_alone_the_same_clients_at_the_same_times(tmp_path:
     assert [row[0] for row in table.rows] == ["local", "fedavg"]
     assert "±" not in "".join(cell for row in table.rows for cell in row)  # one seed has no spread
     assert "participation=drawn" not in table.note
-    assert len(compared(tmp_path / "without", ["fedavg"], [3]).tables()) == 1
+    assert done.record()["against_local"]["local"] == "local(participation=drawn)"
+    without = compared(tmp_path / "without", ["fedavg"], [3])
+    assert len(without.tables()) == 1
+    assert without.record()["against_local"] is None
     assert len(compared(tmp_path / "alone", ["local"], [3]).tables()) == 1
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from perfed.algorithms.local import Local
 from perfed.core.metrics import MODEL_NAMES
@@ -103,40 +103,78 @@ trains the clients that the others train, at the same times."""
 
 
 def against_local(runs: Sequence[Result]) -> Table | None:
-    """Who gains by working together, where local training was run with the same seeds; of two
-    ways to train alone that which trains the same clients at the same times."""
+    """Who gains by working together, where local training was run with the same seeds."""
+    reference, by_method = gains_over_local(runs)
+    if reference is None or not by_method:
+        return None
+    lines = [[method, *_gain_cells([*seeds.values()])] for method, seeds in by_method.items()]
+    note = AGAINST_LOCAL_NOTE + EVERYBODY * reference.trains_everyone()
+    return Table(f"Against {reference.label()}", AGAINST_LOCAL, lines, note)
+
+
+def against_local_record(runs: Sequence[Result]) -> dict[str, Any] | None:
+    """The same for programs, by method and seed: points, and shares of the clients."""
+    reference, by_method = gains_over_local(runs)
+    if reference is None or not by_method:
+        return None
+    methods = {
+        method: {str(seed): GainOverLocal.of(gains)._asdict() for seed, gains in seeds.items()}
+        for method, seeds in by_method.items()
+    }
+    return {"local": reference.label(), "methods": methods}
+
+
+def gains_over_local(runs: Sequence[Result]) -> tuple[Local | None, dict[str, dict[int, Gains]]]:
+    """Local training, and by method and seed each client's gain over it; of two ways to train
+    alone that which trains the same clients at the same times."""
     ways = [run.experiment.algorithm for run in runs if isinstance(run.experiment.algorithm, Local)]
     if not ways:
-        return None
+        return None, {}
     reference = min(ways, key=lambda way: way.trains_everyone())
     alone = {
         run.experiment.seed: record_of(run.path)
         for run in runs
         if run.experiment.algorithm == reference
     }
-    by_method: dict[str, list[Gains]] = {}
+    by_method: dict[str, dict[int, Gains]] = {}
     for run in runs:
-        local = alone.get(run.experiment.seed)
-        if local is None or run.experiment.algorithm == reference:
+        seed, method = run.experiment.seed, run.experiment.algorithm
+        if seed not in alone or method == reference:
             continue
         record = record_of(run.path)
-        gains = client_gains(record, local, headline_kind(record["summary"]["models"]))
-        by_method.setdefault(run.experiment.algorithm.label(), []).append(gains)
-    if not by_method:
-        return None
-    lines = [[method, *_gain_cells(seeds)] for method, seeds in by_method.items()]
-    note = AGAINST_LOCAL_NOTE + EVERYBODY * reference.trains_everyone()
-    return Table(f"Against {reference.label()}", AGAINST_LOCAL, lines, note)
+        gains = client_gains(record, alone[seed], headline_kind(record["summary"]["models"]))
+        by_method.setdefault(method.label(), {})[seed] = gains
+    return reference, by_method
+
+
+class GainOverLocal(NamedTuple):
+    """Of some clients: mean points above their local models, and the shares that gain and lose."""
+
+    above_local: float
+    above_local_small: float | None
+    gaining: float
+    losing: float
+
+    @classmethod
+    def of(cls, gains: Gains) -> GainOverLocal:
+        points = [gain for gain, *_ in gains]
+        small = [gain for gain, size, _ in gains if size < SMALL]
+        return cls(
+            statistics.mean(points),
+            statistics.mean(small) if small else None,
+            statistics.mean(gain > HARM for gain in points),
+            statistics.mean(gain < -HARM for gain in points),
+        )
 
 
 def _gain_cells(seeds: Sequence[Gains]) -> list[str]:
-    everybody = [client for clients in seeds for client in clients]
-    small = [gain for gain, size, _ in everybody if size < SMALL]
-    means = [statistics.mean(gain for gain, *_ in clients) for clients in seeds]
+    means = [GainOverLocal.of(clients).above_local for clients in seeds]
     mean = f"{statistics.mean(means):+.1f}"
+    everybody = GainOverLocal.of([client for clients in seeds for client in clients])
+    small = everybody.above_local_small
     return [
         mean if len(means) == 1 else f"{mean} ± {statistics.stdev(means):.1f}",
-        f"{statistics.mean(small):+.1f}" if small else "–",
-        f"{100 * statistics.mean(gain > HARM for gain, *_ in everybody):.0f}",
-        f"{100 * statistics.mean(gain < -HARM for gain, *_ in everybody):.0f}",
+        "–" if small is None else f"{small:+.1f}",
+        f"{100 * everybody.gaining:.0f}",
+        f"{100 * everybody.losing:.0f}",
     ]

@@ -56,9 +56,12 @@ class ComparisonResult:
 
     def record(self) -> dict[str, Any]:
         """All one needs to quote the comparison: its numbers, configuration and machine."""
+        from perfed.report.tables import against_local_record
+
         machines = [result.record()["environment"] for result in self.results]
         return {
             "runs": [result.summary for result in self.results],
+            "against_local": against_local_record(self.results),
             "failures": self.failures,
             "config": self.comparison.to_mapping(),
             "environment": machines[0] if machines else {},
