@@ -58,13 +58,10 @@ class PerFedCKT(Algorithm):
     # Lines 10–15. A client finds its nearest centroid s̄, makes τ steps, sends its soft decisions.
     def client_round(self, client: Client, message: Message) -> Message:
         centroids = message["centroids"]
-        # Its model is as it was when it was last drawn: what it said then it would say again.
-        said = client.state["said"] if "said" in client.state else client.soft_decisions()
-        cluster = nearest(centroids, said)
+        cluster = nearest(centroids, client.soft_decisions())
         client.weights = client.sgd(client.weights, self.objective, centroids[cluster])
-        said = client.soft_decisions()
-        client.state = {"cluster": cluster, "said": said}
-        return Message(soft_decisions=said)
+        client.state = {"cluster": cluster}
+        return Message(soft_decisions=client.soft_decisions())
 
     # The objective Φ_k(w; s̄), on one private and one public mini-batch.
     def objective(
