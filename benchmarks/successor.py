@@ -1,6 +1,7 @@
 """Does knowledge transfer keep its promise? PerFed-Evidence and PerFed-CKT against local training.
 
     python benchmarks/successor.py tune digits      settings, by validation accuracy of other seeds
+    python benchmarks/successor.py steps cifar      would another step size have chosen otherwise?
     python benchmarks/successor.py run digits       results, with those settings, seeds 5-9
     python benchmarks/successor.py run cifar        after perfed data get cifar10, and cifar100
     python benchmarks/successor.py own cifar        some of it, judged by clients' own test samples
@@ -19,6 +20,7 @@ the partition gave it, not by its own test samples, of which it may have ten.
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 import sys
@@ -93,8 +95,8 @@ PARTITIONS: dict[str, dict[str, dict[str, Any]]] = {
 }
 PARTITIONS["vgg"] = PARTITIONS["cifar"]
 PARTITIONS["mixed"] = {name: PARTITIONS["cifar"][name] for name in ("5 groups", "Dir(0.01)")}
-# What is looked for on the tuning seeds: λ of the methods that have one, further up until it gets
-# worse, and down to 0.1. With mixed networks it is not looked for: they have the preset's.
+# What is looked for on the tuning seeds: λ of the methods that have one, down to 0.1, and further
+# up until it gets worse (with VGG11 as far as time allowed). Mixed networks have the preset's.
 GRID: dict[str, dict[str, tuple[float, ...]]] = {
     "digits": {"perfed-ckt": (0.1, 0.5, 2.0, 8.0, 32.0, 128.0), "ditto": (0.1, 1.0, 10.0)},
     "cifar": {"perfed-ckt": (0.1, 0.5, 2.0, 8.0), "ditto": (0.1, 1.0, 10.0)},
@@ -103,6 +105,13 @@ GRID: dict[str, dict[str, tuple[float, ...]]] = {
 # GPU time was short: these were run once, when 0.5 was thought best, and not with what was found.
 EARLIER = {"vgg": dict.fromkeys(PARTITIONS["vgg"], ("c=4",)) | {"Dir(0.01)": ("c=2", "c=4")}}
 CLUSTERS = {"perfed-ckt": {"clusters": 3}}
+# All methods have the preset's step size. Whether that is fair is looked at with fewer trials.
+STEP_SIZES = (0.01, 0.05, 0.2)
+STEP_WEIGHTS: dict[str, tuple[float | None, ...]] = {
+    "local": (None,),
+    "perfed-ckt": (0.1, 0.5, 2.0),
+    "ditto": (0.1, 1.0),
+}
 CAUTION = 8.0
 BESIDE_LOCAL = ("evidence", "local", "cautious")  # judged in one run, where samples are fresh
 # Who judges, by what is changed in the preset.
@@ -205,6 +214,35 @@ def tune(family: str, how: Execution, folder: Path) -> None:
     _write(f"successor_tune_{family}.json", content | _origin(family, records, JUDGES["own"]))
 
 
+def steps(family: str, how: Execution, folder: Path) -> None:
+    """Methods at several step sizes, each with the best of a few λ there."""
+    trials: dict[tuple[str, str, float], dict[float | None, list[str]]] = {}
+    experiments = {}
+    for partition in ("5 groups", "Dir(0.1)"):
+        for method, weights in STEP_WEIGHTS.items():
+            for weight, step in itertools.product(weights, STEP_SIZES):
+                tried = {"name": method, **CLUSTERS.get(method, {})}
+                tried |= {"participation": "drawn"} if weight is None else {"weight": weight}
+                for seed in TUNING_SEEDS:
+                    name = _folder_name(f"{partition}-{method}-{weight}-{step}-seed{seed}")
+                    what = experiment(family, partition, tried, seed)
+                    training = replace(what.training, learning_rate=step)
+                    experiments[name] = replace(what, training=training, **JUDGES["own"])
+                    of_step = trials.setdefault((partition, method, step), {})
+                    of_step.setdefault(weight, []).append(name)
+    study = Study(folder / f"successor-steps-{family}", experiments)
+    study.run(how, side_by_side=how.device == "cuda")
+    records = study.records()
+    rows = []
+    for (partition, method, step), by_weight in trials.items():
+        mean = {w: _validation_accuracy(records, names) for w, names in by_weight.items()}
+        best = max(mean, key=lambda weight: mean[weight])
+        row = {"partition": partition, "method": method, "step_size": step, "weight": best}
+        rows.append(row | {"validation_accuracy": mean[best]})
+    content = {"rows": rows, "weights": STEP_WEIGHTS, "seeds": TUNING_SEEDS}
+    _write(f"successor_steps_{family}.json", content | _origin(family, records, JUDGES["own"]))
+
+
 def _validation_accuracy(records: Mapping[str, Record], names: Sequence[str]) -> float:
     """The mean over seeds; of a run that diverged, nothing."""
     return round(
@@ -269,13 +307,14 @@ def row(found: Mapping[int, Judgement], local: Mapping[int, Judgement]) -> dict[
         for record, kind, *_ in both.values()
     ]
     records = [record for record, *_ in both.values()]
+    is_local = found == local  # maybe judged in the run of a method that sends something
     return {
         "seeds": list(both),
         "accuracy": [round(accuracy, 5) for accuracy in accuracies],
         # Of every client of every seed: points above local training, training samples, labels.
         "clients": [[[round(gain, 2), *rest] for gain, *rest in of_seed] for of_seed in gains],
-        "parameters_per_round": _per_round(records, "parameters"),
-        "bytes_per_round": _per_round(records, "bytes"),
+        "parameters_per_round": 0 if is_local else _per_round(records, "parameters"),
+        "bytes_per_round": 0 if is_local else _per_round(records, "bytes"),
     }
 
 
@@ -288,11 +327,17 @@ def _per_round(records: list[Record], unit: str) -> int:
 def _origin(
     family: str, records: Mapping[str, Record], changes: Mapping[str, Any]
 ) -> dict[str, Any]:
-    first = next(iter(records.values()))
+    machines: dict[str, dict[str, Any]] = {}
+    for record in records.values():
+        what = dict(record["environment"])
+        machine = json.dumps([what["device"], what["python"], what["packages"]])
+        machines[machine] = max(what, machines.get(machine, what), key=lambda one: one["started"])
+    newest = sorted(machines.values(), key=lambda one: one["started"], reverse=True)
     return {
         "config": FAMILIES[family] | changes,
         "partitions": PARTITIONS[family],
-        "environment": first["environment"],
+        "environment": newest[0],
+        "other_environments": newest[1:],
     }
 
 
@@ -304,7 +349,7 @@ def _write(name: str, content: Mapping[str, Any]) -> None:
 if __name__ == "__main__":
     action, family, *rest = sys.argv[1:]
     how = Execution(**dict(part.split("=", 1) for part in rest))  # device=cuda precision=bf16
-    if action == "tune":
-        tune(family, how, ROOT / "runs")
+    if action in ("tune", "steps"):
+        {"tune": tune, "steps": steps}[action](family, how, ROOT / "runs")
     else:
         run(family, how, ROOT / "runs", {"run": "", "own": "own", "alike": "alike"}[action])

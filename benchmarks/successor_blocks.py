@@ -66,7 +66,7 @@ def comparison(family: str, judge: str = "") -> str:
         "n < 10: of clients with fewer than ten training samples, where there are "
         "ten of them. Harmed: clients more than 2 points below their local model. Judged by "
         f"{_judged_by(record)} "
-        f"{machine(record['environment'])}."
+        f"{' and '.join(map(machine, [record['environment'], *record['other_environments']]))}."
     )
     tables[-1] = Table(tables[-1].title, tables[-1].header, tables[-1].rows, note)
     return layout.markdown(tables)
@@ -151,6 +151,7 @@ def promise() -> str:
                     f"{_harmed(found[partition, 'cautious']['clients']):.1f}",
                     _gain_and_harm(others["alike"].get((partition, "evidence"))),
                     _gain_and_harm(others["own"].get((partition, "evidence"))),
+                    quantity(found[partition, "evidence"]["bytes_per_round"], "B"),
                 ]
             )
     header = (
@@ -163,6 +164,7 @@ def promise() -> str:
         f"{CAUTIOUS}, harmed %",
         "judged alike: above local, harmed %",
         "by own tests: above local, harmed %",
+        "bytes a round",
     )
     note = (
         "Above local: mean over clients ± standard error over seeds. n < 10: of clients with fewer "
@@ -234,19 +236,31 @@ def families() -> str:
         "Ditto, above local",
         "harmed %",
     )
-    sizes = {
-        row["method"]: quantity(row["bytes_per_round"], "B")
-        for row in result("successor_vgg")["rows"]
-    }
     note = (
         "Points above the client's own local model, means over settings; seeds "
-        f"{result('successor_digits')['seeds']}. Harmed: clients more than {HARM:g} points below. "
+        f"{result('successor_digits')['seeds']}. Harmed: clients more than {HARM:g} points below; "
+        f"of local training run again, by chance, {_chance('digits')} % with digits and "
+        f"{_chance('cifar')} % with the CNN (PerFed-Evidence contains the local model it is "
+        "compared with). "
         "CIFAR-10 is judged by 2,000 fresh samples for each client, the digits by clients' own. "
-        "PerFed-CKT and Ditto have a λ found for each setting, mixed networks one for all. With "
-        f"VGG11 a round takes {sizes['c=3']}, {sizes['evidence']} and {sizes['ditto']}; Ditto "
-        "averages weights, and needs one network for all."
+        "PerFed-CKT and Ditto have a λ found for each setting, mixed networks one for all. "
+        f"A round takes {_bytes('digits')} with digits, {_bytes('cifar')} with the CNN, "
+        f"{_bytes('vgg')} with VGG11."
     )
     return layout.markdown([Table("", header, rows, note)])
+
+
+def _chance(family: str) -> str:
+    """Clients "harmed" by other mini-batches, in percent, mean over settings."""
+    rows = [row for row in result(f"successor_{family}")["rows"] if row["method"] == "local again"]
+    return f"{statistics.mean(_harmed(row['clients']) for row in rows):.0f}"
+
+
+def _bytes(family: str) -> str:
+    """What the three methods send in a round."""
+    sizes = {row["method"]: row["bytes_per_round"] for row in result(f"successor_{family}")["rows"]}
+    one, two, three = (quantity(sizes[method], "B") for method in ("c=3", "evidence", "ditto"))
+    return f"{one}, {two} and {three}"
 
 
 def first_hand() -> str:

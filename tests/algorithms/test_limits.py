@@ -178,6 +178,11 @@ def test_fedfomo_pairs_tensors_by_name_and_rounds_counts() -> None:
     assert mixed.params["b"].tolist() == [6.0]
     assert mixed.buffers["n"].item() == 4
     assert mixed.buffers["n"].dtype == torch.int64
+    one, other = (
+        Weights({"a": torch.tensor([v], dtype=torch.float64)}, {}) for v in (1 / 3, 2 / 3)
+    )
+    doubled = mix([one, other], torch.tensor([0.5, 0.5]))  # shares have a loss's precision
+    assert doubled.params["a"].item() == pytest.approx(0.5, abs=1e-15)
 
 
 def test_fedfomo_explores_less_and_less_and_then_follows_affinity() -> None:

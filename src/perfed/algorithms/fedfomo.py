@@ -117,8 +117,10 @@ class FedFomo(Algorithm):
 
 def distance_between(left: Weights, right: Weights) -> Tensor:
     """‖left − right‖ over all parameters."""
-    params = [right.params[name] for name in left.params]
-    differences = torch._foreach_sub([*left.params.values()], params)
+    names = [name for name, param in left.params.items() if param.is_floating_point()]
+    differences = torch._foreach_sub(
+        [left.params[name] for name in names], [right.params[name] for name in names]
+    )
     distance: Tensor = torch.stack(torch._foreach_norm(differences)).norm()
     return distance
 
@@ -128,7 +130,7 @@ def mix(models: list[Weights], shares: Tensor) -> Weights:
     flat = [flatten({"model": model}) for model in models]
     totals: tuple[Tensor, ...] = ()
     for share, tensors in zip(shares, flat, strict=True):
-        weighted = torch._foreach_mul([tensors[name].to(share.dtype) for name in flat[0]], share)
+        weighted = torch._foreach_mul([_floating(tensors[name]) for name in flat[0]], share)
         totals = torch._foreach_add(totals, weighted) if totals else weighted
     mixed = {
         name: (total if tensor.is_floating_point() else total.round()).to(tensor.dtype)
@@ -136,3 +138,8 @@ def mix(models: list[Weights], shares: Tensor) -> Weights:
     }
     model: Weights = unflatten(mixed)["model"]
     return model
+
+
+def _floating(tensor: Tensor) -> Tensor:
+    """A count, of BatchNorm's batches say, as a number that can be averaged."""
+    return tensor if tensor.is_floating_point() else tensor.to(torch.get_default_dtype())
