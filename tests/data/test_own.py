@@ -18,7 +18,7 @@ from perfed import Split, datasets, partitions
 from perfed.core.errors import ConfigError
 from perfed.data import build_federation
 from perfed.data.datasets import Samples
-from perfed.data.likeness import _say, check_alike, oddities
+from perfed.data.likeness import check_alike, oddities, say_once
 from tests.conftest import tiny
 from tests.data import own_files
 
@@ -339,7 +339,7 @@ def test_a_user_is_warned_once_of_an_odd_public_set(
     own_files.photos(tmp_path / "mine", each=5)
     own_files.photos(tmp_path / "other", each=5, size=(40, 40), grey=True)
     public = {"name": "images", "path": str(tmp_path / "other"), "size": [8, 8]}
-    _say.cache_clear()
+    say_once.cache_clear()
     with caplog.at_level(logging.WARNING, "perfed"):
         for _ in range(2):
             load(name="images", path=str(tmp_path / "mine"), public=public)
@@ -347,4 +347,28 @@ def test_a_user_is_warned_once_of_an_odd_public_set(
         "public images were 40×40 before they were resized, private ones 8×8: "
         "details may look different",
         "public images are all grey, private ones in colour",
+    ]
+
+
+def test_a_stray_label_and_clients_that_are_dealt_anew_are_spoken_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    x, y = np.random.default_rng(0).normal(size=(40, 3)), np.arange(40) % 2
+    np.savez(tmp_path / "own.npz", x=x, y=y, client=np.arange(40) % 4)
+    np.savez(tmp_path / "stray.npz", x=x, y=np.where(np.arange(40) == 7, 1000, y))
+    with caplog.at_level(logging.WARNING, "perfed"):
+        say_once.cache_clear()
+        own, stray = (
+            datasets.build({"name": "npz", "path": str(tmp_path / f"{name}.npz")})
+            for name in ("own", "stray")
+        )
+        own.load(0)
+        assert not caplog.messages
+        stray.load(0)
+        assert "networks have 1001 outputs, but only 3 labels occur" in caplog.text
+        caplog.clear()
+        for partition in ("given", "iid", "iid"):
+            build_federation(own, partitions.build(partition), Split(), 4, 0)
+    assert [line.partition(";")[0] for line in caplog.messages] == [
+        "the data say whose each sample is"
     ]

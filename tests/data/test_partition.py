@@ -206,11 +206,11 @@ def test_bad_npz_files(tmp_path: Path) -> None:
         ({"x": x, "y": np.zeros(3)}, "4 samples but labels of shape"),
         ({"x": x, "y": np.eye(4)}, "4 samples but labels of shape"),
         ({"x": x, "y": y + 0.7}, "labels must be 0, 1, 2"),
-        ({"x": x, "y": y - 1}, "labels must be 0, 1, 2"),
+        ({"x": x, "y": y - 1}, "labels must be 0, 1, 2, …, not -1 as of sample 0"),
         ({"x": x, "y": np.array(list("abcd"))}, "labels must be 0, 1, 2"),
         ({"x": np.array(3.0), "y": y}, "'x' must be numbers, samples × features"),
         ({"x": x[:0], "y": y[:0]}, "'x' must be numbers, samples × features"),
-        ({"x": x + np.nan, "y": y}, "'x' has values that are not finite"),
+        ({"x": x + np.nan, "y": y}, r"'x' is not finite: nan at \[0, 0\]"),
         ({"x": x, "y": y, "public": np.zeros((9, 3))}, "public samples are"),
         ({"x": x, "y": y, "client": y[:2]}, "4 samples but 2 client ids"),
     ):

@@ -180,6 +180,39 @@ def test_of_two_ways_to_train_alone_the_same_clients_at_the_same_times(tmp_path:
     assert len(compared(tmp_path / "alone", ["local"], [3]).tables()) == 1
 
 
+def test_methods_that_differ_have_folders_that_differ(tmp_path: Path) -> None:
+    near = [{"name": "fedprox", "proximal": mu} for mu in (1e-6, 1e6, 0.1, 0.10000001)]
+    values = TINY | {"algorithms": near, "seeds": [0]}
+    del values["algorithm"]
+    experiments = perfed.config.parse(values).experiments()  # type: ignore[union-attr]
+    assert len({run_name(experiment) for experiment in experiments}) == 4
+
+
+def test_two_methods_never_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("perfed.runs.comparison.run_name", lambda experiment: "one")
+    with pytest.raises(ConfigError, match="'majority' and 'local' would have one folder, 'one'"):
+        compared(tmp_path / "run", ["majority", "local"], [0])
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_is_not_an_experiment_is_refused_in_a_line() -> None:
+    comparison = perfed.load("digits-groups")
+    with pytest.raises(ConfigError, match=r"perfed.run: takes Experiment, .*perfed.compare takes"):
+        perfed.run(comparison)  # type: ignore[arg-type]
+    with pytest.raises(
+        ConfigError, match=r"perfed.compare: takes Comparison, not str: perfed.load"
+    ):
+        perfed.compare("digits-groups")  # type: ignore[arg-type]
+
+
+def test_a_line_that_is_not_json_is_named(tmp_path: Path) -> None:
+    result = perfed.run(tiny(), tmp_path / "run")
+    with open(result.path / "rounds.jsonl", "a") as file:
+        file.write("{broken\n")
+    with pytest.raises(RunError, match=r"rounds.jsonl is corrupt"):
+        result.per_round()
+
+
 def compared(folder: Path, algorithms: list[Any], seeds: list[int]) -> perfed.ComparisonResult:
     values = TINY | {"algorithms": algorithms, "seeds": seeds}
     del values["algorithm"]

@@ -12,10 +12,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import torch
 
 import perfed
 from perfed import Execution
-from perfed.core.errors import RunError
+from perfed.core.errors import Diverged, RunError
 from perfed.runs import resume_comparison
 from perfed.runs.directory import RunDirectory
 from tests.conftest import TINY, tiny
@@ -219,6 +220,19 @@ def test_a_method_that_diverges_does_not_take_the_others_with_it(tmp_path: Path)
     before = (tmp_path / "run" / "fedavg-seed0" / "failed.json").stat().st_mtime_ns
     resume_comparison(tmp_path / "run")  # and is not tried again
     assert (tmp_path / "run" / "fedavg-seed0" / "failed.json").stat().st_mtime_ns == before
+
+
+def test_a_network_without_numbers_is_found_before_any_training(tmp_path: Path) -> None:
+    with pytest.raises(Diverged, match=r"'soft_decisions' of client .* before any training"):
+        perfed.run(tiny(models={"architectures": [WithoutNumbers()]}), tmp_path / "run")
+
+
+class WithoutNumbers(torch.nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.flatten(1)) / 0
 
 
 def test_a_model_that_blows_up_is_reported_and_not_averaged(tmp_path: Path) -> None:

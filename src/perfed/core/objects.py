@@ -50,6 +50,8 @@ def import_module(name: str) -> ModuleType:
         reason = f"{type(error).__name__}: {error}"
         if isinstance(error, ImportError):
             reason = str(error)
+            if isinstance(error, ModuleNotFoundError) and error.name == name.split(".")[0]:
+                reason += "; start where that file is, or add its folder to PYTHONPATH"
         elif name.endswith(".py") and not os.path.exists(_places.get(name, name)):
             reason = "there is no such file"
         raise ConfigError(f"cannot import '{name}': {reason}", "name") from None

@@ -44,13 +44,19 @@ class Component(Options):
         for field in dataclasses.fields(self):
             value = plain(getattr(self, field.name))
             if "symbol" in field.metadata:
-                symbols.append(f"{field.metadata['symbol']}={value:g}")
+                symbols.append(f"{field.metadata['symbol']}={number_text(value)}")
             elif value != plain(field.default):
                 text = "-".join(map(str, value)) if isinstance(value, list) else value
                 others.append(f"{field.name}={text}")
         if symbols:
             return f"{self.registered_name} ({', '.join(symbols + others)})"
         return self.registered_name + (f"({','.join(others)})" if others else "")
+
+
+def number_text(value: float) -> str:
+    """Short where that is exact: 0.1, 1e-06; 0.10000001 in full."""
+    short = f"{value:g}"
+    return short if float(short) == value else repr(value)
 
 
 def _made_again(path: str, file: tuple[str, str], values: dict[str, Any]) -> Any:
@@ -124,7 +130,8 @@ class Registry(Generic[C]):
 
     def _checked(self, name: str, found: Any) -> type[C]:
         if not (isinstance(found, type) and issubclass(found, Component)):
-            raise ConfigError(f"'{name}' is not a {self.kind} class", "name")
+            article = "an" if self.kind[0] in "aeiou" else "a"
+            raise ConfigError(f"'{name}' is not {article} {self.kind} class", "name")
         if found.registry is not self:
             raise ConfigError(f"'{name}' is for {found.registry.kind}, not {self.kind}", "name")
         return found  # type: ignore[return-value]

@@ -14,6 +14,7 @@ from perfed.core.errors import ConfigError
 from perfed.core.schema import Options, option
 from perfed.core.streams import numpy_stream
 from perfed.data.datasets import Dataset, Samples, with_spare
+from perfed.data.likeness import say_once
 from perfed.data.partition import Given, Partition, held_by, move_to_minimum
 
 FreshMix = Literal["test", "held"]
@@ -119,6 +120,11 @@ def build_federation(
     if isinstance(partition, Given):
         owner, facts["client_names"] = _given_owner(samples, clients)
     else:
+        if samples.client_ids is not None:
+            say_once(
+                f"the data say whose each sample is; partition '{partition.registered_name}' deals "
+                "them anew, 'given' leaves each where it is"
+            )
         owner = partition.assign(samples.y, samples.classes, clients, random)
     before, minimum = owner, partition.minimum_size()
     owner = move_to_minimum(owner, clients, minimum, random)

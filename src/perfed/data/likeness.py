@@ -30,7 +30,7 @@ def check_alike(
     """A line for each thing that looks odd; an error for shapes that differ."""
     _check_shapes(private.shape[1:], public.shape[1:])
     for line in oddities(private, public, private_sizes, public_sizes):
-        _say(line)
+        say_once(line)
 
 
 def oddities(
@@ -96,6 +96,6 @@ def _few(sizes: Sequence[str]) -> str:
 
 
 @functools.cache
-def _say(line: str) -> None:
+def say_once(line: str) -> None:
     """Once: a comparison loads its data for every run."""
     log.warning("%s", line)

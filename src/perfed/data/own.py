@@ -27,7 +27,7 @@ from perfed.data.datasets import (
     hold_out_public,
     scaled,
 )
-from perfed.data.likeness import check_alike
+from perfed.data.likeness import check_alike, say_once
 
 BY_CLIENT_HELP = (
     "'path' holds a folder of pictures, or a file, for each client, named like it; "
@@ -211,7 +211,8 @@ def checked_samples(values: Any, what: str) -> np.ndarray:
     if x.ndim < 2 or not len(x) or not np.issubdtype(x.dtype, np.number):
         raise DataError(f"{what} must be numbers, samples × features or images")
     if not np.isfinite(x).all():
-        raise DataError(f"{what} has values that are not finite")
+        bad = np.argwhere(~np.isfinite(x))[0]
+        raise DataError(f"{what} is not finite: {x[tuple(bad)]} at {bad.tolist()}")
     return x
 
 
@@ -219,9 +220,19 @@ def checked_labels(values: Any, samples: int) -> np.ndarray:
     y: np.ndarray = np.asarray(values)
     if y.shape != (samples,):
         raise DataError(f"{samples} samples but labels of shape {y.shape}")
-    if not np.issubdtype(y.dtype, np.number) or (y != y.astype(np.int64)).any() or y.min() < 0:
-        raise DataError("labels must be 0, 1, 2, …")
-    return y.astype(np.int64)
+    if not np.issubdtype(y.dtype, np.number):
+        raise DataError(f"labels must be 0, 1, 2, …, not {y[0]!r}")
+    wrong = np.flatnonzero((y != y.astype(np.int64)) | (y < 0))
+    if len(wrong):
+        raise DataError(f"labels must be 0, 1, 2, …, not {y[wrong[0]]} as of sample {wrong[0]}")
+    y = y.astype(np.int64)
+    kinds = len(np.unique(y))
+    if 2 * kinds < y.max() + 1:  # a stray label makes every network large
+        say_once(
+            f"labels go up to {y.max()}, so networks have {y.max() + 1} outputs, "
+            f"but only {kinds} labels occur: is one of them wrong?"
+        )
+    return y
 
 
 def named_labels(values: Sequence[Any], what: str) -> tuple[np.ndarray, tuple[str, ...]]:

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perfed.config import Comparison, Experiment, parse, read_mapping
-from perfed.core.errors import Diverged, RunError
+from perfed.core.errors import ConfigError, Diverged, RunError
 from perfed.core.threads import cpu_threads
 from perfed.engines import Call, Engine, Execution
 from perfed.engines.execution import fitting_threads
 from perfed.runs.coordinator import Callback, Steps
 from perfed.runs.directory import LOCK, RunDirectory, default_path, make_directory
 from perfed.runs.result import Result
-from perfed.runs.simulation import AUTOMATIC, Simulation, in_recorded_precision
+from perfed.runs.simulation import AUTOMATIC, Simulation, checked, in_recorded_precision
 
 if TYPE_CHECKING:
     from perfed.report.layout import Table
@@ -92,8 +92,22 @@ def read_comparison(path: Path) -> Comparison:
 
 def run_name(experiment: Experiment) -> str:
     """A folder name: the algorithm with its options, and the seed."""
-    kept = (c if c.isalnum() or c in "-=." else " " for c in experiment.algorithm.label())
+    kept = (c if c.isalnum() or c in "-=.+" else " " for c in experiment.algorithm.label())
     return f"{'-'.join(''.join(kept).split())}-seed{experiment.seed}"
+
+
+def _check_names(comparison: Comparison) -> None:
+    """No two runs may have one folder: the second would be taken for done."""
+    labels: dict[str, str] = {}
+    for experiment in comparison.experiments():
+        label = experiment.algorithm.label()
+        other = labels.setdefault(run_name(experiment), label)
+        if other != label:
+            raise ConfigError(
+                f"'{other}' and '{label}' would have one folder, '{run_name(experiment)}': "
+                "compare them in two runs",
+                "algorithms",
+            )
 
 
 def compare(
@@ -108,6 +122,8 @@ def compare(
 
     ``side_by_side`` runs all seeds of an algorithm at once, in one stack.
     """
+    comparison = checked(comparison, Comparison, "perfed.compare")
+    _check_names(comparison)
     first = comparison.experiments()[0]
     for experiment in comparison.experiments():  # what cannot run must not start
         if experiment.algorithm == first.algorithm or experiment.seed == first.seed:

@@ -289,4 +289,6 @@ def diverged(round: int, name: str, owner: str) -> Diverged:
     return Diverged(
         f"round {round}: '{name}' of {owner} is not finite; "
         "a smaller training.learning_rate may help"
+        if round >= 0
+        else f"'{name}' of {owner} is not finite before any training: the network gives no numbers"
     )

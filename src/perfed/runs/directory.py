@@ -102,7 +102,10 @@ class RunDirectory:
         if not path.is_file():
             return []
         whole, _, _ = path.read_text("utf-8").rpartition("\n")
-        return [json.loads(line) for line in whole.splitlines()]
+        try:
+            return [json.loads(line) for line in whole.splitlines()]
+        except ValueError as error:
+            raise RunError(f"{path} is corrupt: {error}") from None
 
     def log_sizes(self) -> dict[str, int]:
         return {

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -50,6 +50,7 @@ def run(
     how: Execution = AUTOMATIC,
 ) -> Result:
     """Run an experiment in a new directory (``runs/<name>-<time>`` unless told otherwise)."""
+    experiment = checked(experiment, Experiment, "perfed.run")
     simulation = Simulation(experiment, callbacks, how)
     path = Path(directory) if directory else default_path(experiment.name)
     return simulation.finish_in(RunDirectory.create(path))
@@ -69,6 +70,18 @@ def resume(
     if isinstance(experiment, Comparison):
         raise RunError(f"{directory} is a comparison, not a single run")
     return Simulation(experiment, callbacks, in_recorded_precision(opened, how)).finish_in(opened)
+
+
+What = TypeVar("What")
+
+
+def checked(value: Any, kind: type[What], function: str) -> What:
+    """``value``, where it is of the kind that a function takes."""
+    if isinstance(value, kind):
+        return value
+    hints = {Comparison: "perfed.compare takes it", Experiment: "perfed.run takes it"}
+    hint = hints.get(type(value), "perfed.load reads one from a file")
+    raise ConfigError(f"takes {kind.__name__}, not {type(value).__name__}: {hint}", function)
 
 
 def in_recorded_precision(directory: RunDirectory, how: Execution) -> Execution:
@@ -172,6 +185,7 @@ class Simulation(Coordinator):
         clients = self._select(-1)
         nothing = {client: Message() for client in clients}
         (outcomes,) = yield [self.population.call("first_message", nothing, -1)]
+        _check_outcomes(-1, outcomes)
         self._merge(-1, channel.up(_replies(outcomes)))
         traffic = vars(channel.total).copy()
         return {"round": -1, "clients": clients, "traffic": traffic, "traffic_total": traffic}
@@ -184,9 +198,7 @@ class Simulation(Coordinator):
         with self._timed("clients"):
             outcomes: Mapping[int, Outcome]
             (outcomes,) = yield [self.population.call("client_round", messages, round)]
-        for client, outcome in outcomes.items():
-            if outcome.fault is not None:
-                raise diverged(round, outcome.fault, f"client {client}")
+        _check_outcomes(round, outcomes)
         with self._timed("merge"):
             self._merge(round, channel.up(_replies(outcomes)))
         check_finite(round, {"the server": [*flatten(self.progress.state).items()]})
@@ -301,6 +313,12 @@ class Simulation(Coordinator):
             self.experiment.seed,
             round,
         )
+
+
+def _check_outcomes(round: int, outcomes: Mapping[int, Outcome]) -> None:
+    for client, outcome in outcomes.items():
+        if outcome.fault is not None:
+            raise diverged(round, outcome.fault, f"client {client}")
 
 
 def _replies(outcomes: Mapping[int, Outcome]) -> dict[int, Message]:
