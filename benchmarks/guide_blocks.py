@@ -14,6 +14,7 @@ import perfed
 from perfed.config import preset_names, read_mapping
 from perfed.core.registry import Registry
 from perfed.core.schema import plain
+from perfed.explain import described
 from perfed.report import layout
 from perfed.report.layout import Table
 from perfed.report.tables import quantity
@@ -82,15 +83,13 @@ def _default(field: dataclasses.Field[Any]) -> str:
     )
 
 
-def _row(field: dataclasses.Field[Any]) -> list[str]:
-    metadata = field.metadata
-    symbol = f"{metadata['symbol']}: " if "symbol" in metadata else ""
-    return [f"`{field.name}`", _default(field), symbol + metadata["help"].replace("|", "∣")]
+def _row(cls: Any, field: dataclasses.Field[Any]) -> list[str]:
+    return [f"`{field.name}`", _default(field), described(cls, field).replace("|", "∣")]
 
 
 def options(cls: Any) -> str:
     """The keys of one part of a configuration."""
-    rows = [_row(field) for field in dataclasses.fields(cls)]
+    rows = [_row(cls, field) for field in dataclasses.fields(cls)]
     return layout.markdown([Table("", ("key", "default", "meaning"), rows, names=3)])
 
 
@@ -109,7 +108,7 @@ def components(registry: Registry[Any]) -> str:
         if not registry[name].__module__.startswith("perfed."):  # a benchmark's own
             continue
         rows.append([f"**{name}**", "", about(registry[name])])
-        rows += [_row(field) for field in dataclasses.fields(registry[name])]
+        rows += [_row(registry[name], field) for field in dataclasses.fields(registry[name])]
     return layout.markdown([Table("", ("name, key", "default", "meaning"), rows, names=3)])
 
 

@@ -7,12 +7,13 @@ import pytest
 
 import perfed
 from perfed import Experiment, Training
-from perfed.config import Comparison
+from perfed.config import Comparison, load_yaml, parse
 from perfed.core.algorithm import Algorithm
 from perfed.core.errors import ConfigError
 from perfed.core.schema import option
-from perfed.explain import entries, explain, overview
+from perfed.explain import described, entries, explain, overview
 from perfed.models import Models
+from perfed.starter import commented
 
 REGISTRIES = {
     "algorithm": perfed.algorithms,
@@ -111,3 +112,17 @@ def test_a_wrong_key_gives_the_right_one(wrong: str, right: str) -> None:
     with pytest.raises(ConfigError) as caught:
         explain(wrong)
     assert right in str(caught.value)
+
+
+def test_a_preset_is_shown_as_it_is() -> None:
+    text = "\n".join(explain("digits-groups"))
+    assert parse(load_yaml(text, "here")) == perfed.load("digits-groups")
+
+
+def test_where_an_option_is_one_of_a_few_words_they_are_said() -> None:
+    fields = {field.name: field for field in dataclasses.fields(Training)}
+    assert described(Training, fields["public_batchnorm"]).endswith(
+        " (separate, private or shared)"
+    )
+    assert described(Training, fields["steps"]) == "τ: SGD steps a round"
+    assert "(by-size or uniform)" in commented(Experiment())

@@ -158,7 +158,7 @@ def read_mapping(path: str | Path | None) -> dict[str, Any]:
     """The keys and values of a YAML file or a preset, not yet checked."""
     name = DEFAULT_PRESET if path is None else str(path)
     if name in preset_names():
-        text = (resources.files("perfed") / "presets" / f"{name}.yaml").read_text("utf-8")
+        text = preset_text(name)
     else:
         try:
             text = Path(name).read_text("utf-8")
@@ -176,6 +176,10 @@ def read_mapping(path: str | Path | None) -> dict[str, Any]:
 def preset_names() -> list[str]:
     folder = resources.files("perfed") / "presets"
     return sorted(file.name[:-5] for file in folder.iterdir() if file.name.endswith(".yaml"))
+
+
+def preset_text(name: str) -> str:
+    return (resources.files("perfed") / "presets" / f"{name}.yaml").read_text("utf-8")
 
 
 def apply_override(values: dict[str, Any], text: str) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Literal, Union, get_args, get_origin
 
-from perfed.config import Comparison, Experiment
+from perfed.config import Comparison, Experiment, preset_names, preset_text
 from perfed.core.errors import ConfigError
 from perfed.core.registry import Component, Registry
 from perfed.core.schema import BOUNDS, Options
@@ -41,9 +41,12 @@ def entries() -> list[Entry]:
 
 
 def explain(key: str) -> list[str]:
-    """What is known of a key, a group of keys, or a name; an error where that is nothing."""
+    """What is known of a key, a group of keys, or a name, or what a preset holds; an error where
+    that is nothing."""
     if ":" in key:
         return component_lines(_imported(key), key)
+    if key in preset_names():
+        return preset_text(key).splitlines()
     known = entries()
     key = key.replace("data.public.", "data.")  # a public set may be a dataset of its own
     exact = [entry for entry in known if entry.key == key]
@@ -92,6 +95,15 @@ def about(cls: type) -> str:
 def meaning(field: dataclasses.Field[Any]) -> str:
     symbol, text = field.metadata.get("symbol", ""), field.metadata.get("help", "")
     return f"{symbol}: {text}" if symbol else text
+
+
+def described(cls: type, field: dataclasses.Field[Any]) -> str:
+    """Its meaning, and where it is one of a few words, which."""
+    hint = typing.get_type_hints(cls)[field.name]
+    if get_origin(hint) is not Literal:
+        return meaning(field)
+    *words, last = map(str, get_args(hint))
+    return f"{meaning(field)} ({', '.join(words)} or {last})"
 
 
 def shown_default(field: dataclasses.Field[Any]) -> str:

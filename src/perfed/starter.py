@@ -25,7 +25,7 @@ from perfed.core.tensorfile import write_atomically
 from perfed.data import Samples, datasets
 from perfed.data.readers import class_folders
 from perfed.data.tables import read_table
-from perfed.explain import meaning
+from perfed.explain import described
 from perfed.runs.simulation import Simulation
 
 DATA_QUESTION = "Where is the data? (a folder of images by class, .csv, .npz, file.py:Dataset)"
@@ -207,18 +207,18 @@ def _fields(options: Options, indent: str, without: Sequence[str] = ()) -> Itera
     for field in dataclasses.fields(options):
         if field.name in without:
             continue
-        value = getattr(options, field.name)
+        value, comment = getattr(options, field.name), described(type(options), field)
         if isinstance(value, Options) and field.name != "public":
-            yield from _said(f"{indent}{field.name}:", meaning(field), indent)
+            yield from _said(f"{indent}{field.name}:", comment, indent)
             yield from _inside(value, indent + "  ")
         elif isinstance(value, tuple) and value and isinstance(value[0], Options):
-            yield from _said(f"{indent}{field.name}:", meaning(field), indent)
+            yield from _said(f"{indent}{field.name}:", comment, indent)
             for item in value:
                 first, *rest = _inside(item, indent + "    ")
                 yield f"{indent}  - {first.strip()}"
                 yield from rest
         else:
-            yield from _said(f"{indent}{field.name}: {_flow(value)}", meaning(field), indent)
+            yield from _said(f"{indent}{field.name}: {_flow(value)}", comment, indent)
 
 
 def _inside(options: Options, indent: str) -> Iterator[str]:

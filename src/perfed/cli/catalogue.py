@@ -15,7 +15,7 @@ from perfed.config import preset_names, read_mapping
 from perfed.core.errors import ConfigError
 from perfed.core.objects import import_module, import_object
 from perfed.core.registry import Component, Registry
-from perfed.explain import about, meaning, shown_default
+from perfed.explain import about, described, shown_default
 
 
 def list_(
@@ -89,7 +89,7 @@ def _print_components(console: Console, title: str, components: dict[str, type[C
     for name in sorted(components):
         table.add_row(name, "", "", about(components[name]))
         for field in dataclasses.fields(components[name]):
-            table.add_row("", field.name, shown_default(field), meaning(field))
+            table.add_row("", field.name, shown_default(field), described(components[name], field))
     console.print(table)
     console.print()
 

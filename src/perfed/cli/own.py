@@ -17,7 +17,7 @@ def explain(
         str | None,
         typer.Argument(
             help="A key (training.steps, algorithm.clusters), a group of keys (models), a name "
-            "(perfed-ckt), or file.py:Name; without one, all keys."
+            "(perfed-ckt), a preset (digits-groups), or file.py:Name; without one, all keys."
         ),
     ] = None,
 ) -> None:
