@@ -212,6 +212,34 @@ def weights() -> str:
     return layout.markdown([Table("", header, rows, note)])
 
 
+def step_sizes() -> str:
+    """Methods at several step sizes, with the small CNN."""
+    record = result("successor_steps_cifar")
+    tried: dict[tuple[str, str], dict[float, dict[str, Any]]] = {}
+    for row in record["rows"]:
+        by_step = tried.setdefault((row["partition"], row["method"]), {})
+        by_step[row["step_size"]] = row
+
+    def cell(row: dict[str, Any], best: float) -> str:
+        accuracy = row["validation_accuracy"]
+        text = f"{100 * accuracy:.1f}"
+        text = f"**{text}**" if accuracy == best else text
+        return text if row["weight"] is None else f"{text} (λ={row['weight']:g})"
+
+    lines = []
+    for (partition, method), by_step in tried.items():
+        best = max(row["validation_accuracy"] for row in by_step.values())
+        name = f"{partition}: {TUNED.get(method, method)}"
+        lines.append([name, *(cell(row, best) for row in by_step.values())])
+    steps = next(iter(tried.values()))
+    note = (
+        "CIFAR-10, CNN: validation accuracy in %, mean over clients and seeds "
+        f"{record['seeds']}, with the best λ of those tried there; the best in bold "
+        f"{machine(record['environment'])}."
+    )
+    return layout.markdown([Table("", ("", *(f"η={step:g}" for step in steps)), lines, note)])
+
+
 def families() -> str:
     """The same in a few lines: the means over a family's settings, of three methods."""
     rows = []
@@ -343,6 +371,7 @@ BLOCKS = {
     "successor-families": families,
     "first-hand": first_hand,
     "successor-weights": weights,
+    "successor-steps": step_sizes,
     "successor-cifar-alike": lambda: comparison("cifar", "alike"),
     **{f"successor-{name}": lambda name=name: comparison(name) for name in FAMILIES},
 }

@@ -70,10 +70,14 @@ class RunDirectory:
     def locked(self) -> Iterator[None]:
         """One process at a time; the lock goes with the process, however it ends."""
         with open(self.path / LOCK, "w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise RunError(f"{self.path} is in use by another process") from None
+            for patience in (0.05, 0.2, None):  # a report that looks has it for a moment
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except OSError:
+                    if patience is None:
+                        raise RunError(f"{self.path} is in use by another process") from None
+                    time.sleep(patience)
             yield
 
     def write_json(self, name: str, values: Any) -> None:
