@@ -105,11 +105,12 @@ def test_a_report_is_watched_while_another_process_runs(tmp_path: Path, config: 
         assert watching.poll() is None, watching.communicate()[1]
         time.sleep(0.05)
     text = page.read_text("utf-8")
-    assert "Still going on" in text
+    assert "Stopped." in text
+    assert f"perfed run --resume {run}" in text
     assert 'http-equiv="refresh"' in text
     resumed = [*command, "run", "--resume", run, "--json"]
     subprocess.run(resumed, env=environment, check=True, stdout=subprocess.DEVNULL)
     _, error = watching.communicate(timeout=120)
     assert watching.returncode == 0, error
-    assert "Still going on" not in page.read_text("utf-8")
+    assert "Stopped." not in page.read_text("utf-8")
     assert 'http-equiv="refresh"' not in page.read_text("utf-8")

@@ -14,6 +14,7 @@ from perfed.report import gather, page
 from perfed.report.charts import Chart
 from perfed.report.export import frames
 from perfed.report.svg import inline_svg
+from perfed.report.tables import HARM, against_local
 from perfed.report.theme import COLOURS, VARIABLES
 from tests.conftest import tiny
 
@@ -50,8 +51,31 @@ def test_captions_hold_the_numbers_of_the_runs(
         assert f"{label}: median {100 * accuracies.median():.0f} %" in drawn["distribution"].caption
     for label in ("fedavg", "perfed-ckt (c=2, λ=1)", "hypcluster (c=2)"):
         gains = (ends[label] - ends["local"]).to_numpy()  # aligned by seed and client
-        said = f"{label}: {(gains > 0).sum()} of 18 clients gain, {(gains < 0).sum()} lose; "
+        gaining, losing = (gains > HARM / 100).sum(), (gains < -HARM / 100).sum()
+        said = f"{label}: {gaining} of 18 clients gain, {losing} lose; "
         assert said + f"{100 * gains.mean():+.1f}".replace("-", "−") in drawn["gains"].caption
+    assert f"more than {HARM:g} points above" in drawn["gains"].caption
+
+
+def test_chart_and_table_count_the_same_clients_as_gaining(
+    comparison: perfed.ComparisonResult, tmp_path: Path
+) -> None:
+    """Where the gain is the threshold itself, only the digits decide: 7 of 150 less 4 of 150."""
+    for result, right in zip(comparison.results[0:6:3], (4, 7), strict=True):
+        shutil.copytree(result.path, tmp_path / str(right))
+        file = tmp_path / str(right) / "clients.jsonl"
+        *lines, last = file.read_text().splitlines(keepends=True)
+        numbers = json.loads(last)
+        for kind in {"personal", "global"} & set(numbers):
+            numbers[kind]["test_accuracy"] = [right / 150] * 6
+        file.write_text("".join(lines) + json.dumps(numbers) + "\n")
+    paths = [tmp_path / "4", tmp_path / "7"]
+    table = against_local([perfed.Result(path) for path in paths])
+    drawn = {chart.name: chart for chart in page.draw(paths).charts}
+    said = re.search(r"fedavg: (\d) of 6 clients gain", drawn["gains"].caption)
+    assert table is not None
+    assert said is not None
+    assert f"{100 * int(said[1]) / 6:.0f}" == table.rows[0][3]
 
 
 def test_the_price_of_an_accuracy_is_the_first_round_that_has_it(

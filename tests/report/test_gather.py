@@ -9,7 +9,8 @@ import pytest
 
 import perfed
 from perfed.core.errors import RunError
-from perfed.report import gather
+from perfed.report import gather, page
+from perfed.runs.directory import RunDirectory
 from tests.conftest import TINY, tiny
 
 
@@ -47,6 +48,22 @@ def test_runs_are_told_apart_by_what_differs(tmp_path: Path) -> None:
     assert "rounds" not in labels[0]  # is the same in both
     twice = [run.label for run in gather.read(paths[1:])]
     assert twice == ["local · 1", "local · 2"]  # the same experiment: only the folder differs
+
+
+def test_the_seeds_of_a_method_in_one_folder_have_one_label(tmp_path: Path) -> None:
+    base = tiny(rounds=1, algorithm="local")
+    mine, compared = tmp_path / "mine", tmp_path / "compared"
+    perfed.run(base, mine)
+    methods = tuple(tiny(algorithm=name).algorithm for name in ("local", "majority"))
+    perfed.compare(perfed.Comparison(base, methods, (0, 1)), compared)
+    runs = gather.read([mine, compared])
+    assert [run.label for run in runs] == [
+        "local · mine",
+        *["local · compared"] * 2,
+        *["majority"] * 2,
+    ]
+    assert len({run.method for run in runs}) == 2
+    assert ": 2 methods compared</h1>" in page.html(page.draw([mine, compared]))
 
 
 def test_runs_that_differ_in_much_go_by_their_folders(tmp_path: Path) -> None:
@@ -109,6 +126,22 @@ def test_a_run_in_the_making_is_read_as_far_as_it_goes(
     assert not runs[going].over
     assert runs[failed].over
     assert runs[failed].failure == "round 3: not finite"
+
+
+def test_a_run_goes_on_while_a_process_has_its_lock(
+    tmp_path: Path, comparison: perfed.ComparisonResult
+) -> None:
+    path = tmp_path / "run"
+    shutil.copytree(comparison.results[0].path, path)
+    (path / "summary.json").unlink()
+    (run,) = gather.read([path])
+    with RunDirectory(path).locked():
+        assert not run.stopped
+        going_on = gather.written([path])
+    assert run.stopped
+    assert gather.written([path]) != going_on  # a page that is watched must be made again
+    (path / ".lock").unlink()  # as in a copy that leaves hidden files behind
+    assert run.stopped
 
 
 def test_other_folders_are_refused(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -14,6 +15,8 @@ import pytest
 import perfed
 from perfed.report import page
 from perfed.report.tables import HEADER, cells, rows
+from perfed.runs.directory import RunDirectory
+from tests.conftest import TINY, tiny
 from tests.report.browser import CHROMIUM, Page, browser
 
 SCREENSHOTS = Path(__file__).parents[2] / "build" / "screenshots"
@@ -140,6 +143,128 @@ def test_pointing_at_a_mark_says_what_it_is(written: Path, tab: Page) -> None:
     assert tab.errors() == []
 
 
+def words_of(paths: list[Path]) -> str:
+    """A page without its marks."""
+    return re.sub(r"\s+", " ", unescape(re.sub(r"<[^>]+>", " ", page.html(page.draw(paths)))))
+
+
+def test_who_sends_is_named_once(tmp_path: Path) -> None:
+    names = ("local", "fedavg", "fedprox")
+    runs = [perfed.run(tiny(rounds=1, algorithm=name), tmp_path / name) for name in names]
+    local, average, proximal = (run.path for run in runs)
+    label = runs[2].experiment.algorithm.label()
+    words = words_of([local, average, proximal])
+    assert f"B sent in all by each of fedavg and {label}, both ways" in words
+    assert "B sent in all by fedavg, both ways" in words_of([local, average])
+    assert "B sent in all, both ways" in words_of([average])
+    assert "B sent" not in words_of([local])
+
+
+def test_least_and_most_sender_are_named(comparison: perfed.ComparisonResult) -> None:
+    said = re.search(r"B sent in all by (.+?); [\d.]+ kB by (.+?) ", words_of([comparison.path]))
+    assert said is not None
+    assert said[1] != said[2]
+
+
+def test_methods_with_different_seeds_are_not_said_to_have_the_same(tmp_path: Path) -> None:
+    slow = TINY["training"] | {"learning_rate": 0.05}
+    experiments = [
+        tiny(rounds=1, algorithm="local", training=slow, seed=0),
+        tiny(rounds=1, algorithm="local", seed=1),
+    ]
+    paths = [perfed.run(e, tmp_path / str(n)).path for n, e in enumerate(experiments)]
+    words = words_of(paths)
+    assert "seeds 0, 1" not in words
+    assert (
+        "Not all have the same seeds, and another seed divides the data in another way. "
+        "seed 0: local · training.learning_rate=0.05; seed 1: local · training.learning_rate=0.1."
+    ) in words
+
+
+def test_a_method_is_not_set_against_local_training_of_another_seed(
+    comparison: perfed.ComparisonResult, tmp_path: Path
+) -> None:
+    learning_nothing = TINY["training"] | {"learning_rate": 1e-6}
+    method = comparison.results[6]
+    for seed in (0, 1):
+        alone = tiny(rounds=1, algorithm="local", training=learning_nothing, seed=seed)
+        perfed.run(alone, tmp_path / str(seed))
+        said = "above training alone" in words_of([method.path, tmp_path / str(seed)])
+        assert said == (seed == method.experiment.seed)
+
+
+def test_who_gains_against_local_training_is_the_table_of_the_terminal(
+    comparison: perfed.ComparisonResult, written: Path
+) -> None:
+    found = re.search(r'<table id="against-local">.*?</table>', written.read_text("utf-8"), re.S)
+    assert found is not None
+    lines = re.findall(r"<tr>(.*?)</tr>", found[0])
+    shown = [[unescape(c) for c in re.findall(r"<t[hd].*?>(.*?)</t[hd]>", line)] for line in lines]
+    table = comparison.tables()[1]
+    assert shown == [list(table.header), *map(list, table.rows)]
+    (caption,) = [c.caption for c in page.draw([comparison.path]).charts if c.name == "gains"]
+    for method, *_, gaining, losing in table.rows:
+        said = re.search(rf"{re.escape(method)}: (\d+) of 18 clients gain, (\d+) lose", caption)
+        assert said is not None
+        assert [gaining, losing] == [f"{100 * int(count) / 18:.0f}" for count in said.groups()]
+
+
+def test_runs_with_other_settings_are_not_in_one_table_against_local(tmp_path: Path) -> None:
+    other = tiny(rounds=2, algorithm="majority")
+    perfed.run(tiny(rounds=1, algorithm="local"), tmp_path / "local")
+    perfed.run(tiny(rounds=1, algorithm="majority"), tmp_path / "same")
+    perfed.run(other, tmp_path / "other")
+    assert "Against local" in words_of([tmp_path / "local", tmp_path / "same"])
+    assert "Against local" not in words_of([tmp_path / "local", tmp_path / "other"])
+
+
+class Stop(perfed.Callback):
+    """As Ctrl-C after the second round."""
+
+    def on_round(self, report: perfed.runs.RoundReport) -> None:
+        if report.round == 1:
+            raise KeyboardInterrupt
+
+
+def test_a_run_that_was_stopped_says_how_it_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt):
+        perfed.run(tiny(rounds=4, algorithm="fedavg"), path, callbacks=[Stop()])
+    stopped = words_of([path])
+    assert (
+        "Stopped. 0 of 1 runs finished; fedavg, seed 0: stopped after round 2 of 4. "
+        f"To go on: perfed run --resume {path} " in stopped
+    )
+    assert "Not finished, so after the last evaluation: fedavg, seed 0 (round 2)." in stopped
+    with RunDirectory(path).locked():
+        going_on = words_of([path])
+    assert "Still going on. 0 of 1 runs finished; fedavg, seed 0: round 2 of 4." in going_on
+    for words in (stopped, going_on):
+        assert "over all clients so far" in words
+        assert "B sent so far" in words
+        assert re.search(r"fedavg is at [\d.]+ % so far", words)
+        assert not re.search("at the end|in the end|fedavg ends|clients end|in all", words)
+    (path / "federation.json").write_text("{}")
+    assert f"To go on with {path}, start its coordinator again." in words_of([path])
+    (path / "federation.json").unlink()
+    perfed.resume(path)
+    finished = words_of([path])
+    assert "over all clients at the end" in finished
+    assert re.search(r"fedavg ends at [\d.]+ %\.", finished)
+    assert not re.search("Stopped|Not finished|so far", finished)
+
+
+def test_of_a_comparison_that_was_stopped_the_whole_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "comparison"
+    base = tiny(rounds=4, algorithm="local")
+    with pytest.raises(KeyboardInterrupt):
+        perfed.compare(perfed.Comparison(base, (base.algorithm,), (0, 1)), path, callbacks=[Stop()])
+    words = words_of([path])
+    assert "0 of 2 runs finished; local, seed 0: stopped after round 2 of 4; 1 not begun." in words
+    assert f"To go on: perfed run --resume {path} " in words
+    assert f"perfed run --resume {path / 'local-seed0'} " in words_of([path / "local-seed0"])
+
+
 def test_watching_ends_with_the_runs_and_the_page_reloads_until_then(
     comparison: perfed.ComparisonResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,6 +317,7 @@ def test_a_run_that_ends_while_its_page_is_written_is_shown_once_more(
 
     monkeypatch.setattr(page.Report, "write", write)
     monkeypatch.setattr(page.time, "sleep", lambda seconds: None)
-    page.watch([run], out)
+    with RunDirectory(run).locked():
+        page.watch([run], out)
     assert ['http-equiv="refresh"' in text for text in pages] == [True, False]
     assert ["Still going on" in text for text in pages] == [True, False]

@@ -15,7 +15,7 @@ import numpy as np
 from perfed.report import theme
 from perfed.report.clusters import Membership, letter, membership
 from perfed.report.gather import Run, Series, alone, first_of_each
-from perfed.report.tables import quantity
+from perfed.report.tables import HARM, quantity
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -95,9 +95,10 @@ def accuracy_by_round(curves: Sequence[Series]) -> Chart | None:
     _whole_rounds(axes)
     theme.legend(figure, axes, columns)
     ranked = sorted(curves, key=Series.last, reverse=True)
-    said = [f"{ranked[0].label} ends {'highest, ' if len(curves) > 1 else ''}at {_end(ranked[0])}"]
+    how = f"{'ends' if _over(curves) else 'is'} {'highest, ' if len(curves) > 1 else ''}at"
+    said = [f"{ranked[0].label} {how} {_end(ranked[0])}"]
     said += [f"{curve.label} at {_end(curve)}" for curve in ranked[1:5]]
-    chart.caption = f"Test accuracy, mean over all clients, after each round. {_listed(said)}."
+    chart.caption = f"Test accuracy, mean over all clients, after each round. {listed(said)}."
     for curve in curves:
         best = max(curve.rounds, key=curve.mean)
         if curve.mean(best) - curve.last() > 0.01:
@@ -168,7 +169,7 @@ def accuracy_by_communication(curves: Sequence[Series]) -> Chart | None:
         chart.caption += f" {cheapest[-1]} needs {ratio:.1f} times as many as {cheapest[0]}."
     silent = [curve.label for curve in curves if curve not in talking]
     if silent:
-        chart.caption += f" Dotted: {_listed(silent)}, without any communication."
+        chart.caption += f" Dotted: {listed(silent)}, without any communication."
     return chart
 
 
@@ -199,8 +200,8 @@ def clients_by_round(curves: Sequence[Series]) -> Chart | None:
     closest = min(ends, key=lambda label: ends[label][2] - ends[label][1])
     chart.caption = (
         "Line: the mean. The darker band holds the middle half of the clients, the lighter one "
-        "four fifths of them. In the end the middle half lies closest together with "
-        f"{closest} ({_range(ends[closest][1:3])}) and furthest apart with "
+        f"four fifths of them. {_when(curves).capitalize()} the middle half lies closest together "
+        f"with {closest} ({_range(ends[closest][1:3])}) and furthest apart with "
         f"{widest} ({_range(ends[widest][1:3])})."
     )
     return chart
@@ -208,7 +209,8 @@ def clients_by_round(curves: Sequence[Series]) -> Chart | None:
 
 def distribution(curves: Sequence[Series]) -> Chart | None:
     figure, axes = theme.canvas(0.6 + 0.55 * len(curves), left=0.12)
-    chart = Chart("distribution", "Where the clients end", figure)
+    title = f"Where the clients {'end' if _over(curves) else 'are so far'}"
+    chart = Chart("distribution", title, figure)
     words = []
     for place, curve in enumerate(reversed(curves)):
         values, texts = [], []
@@ -272,7 +274,7 @@ def gains(curves: Sequence[Series]) -> Chart | None:
     for (curve, pairs), axes in zip(found, panels, strict=False):
         sizes = np.array([size for size, _, _ in pairs])
         gained = np.array([gain for _, gain, _ in pairs])
-        colours = [GAIN if gain > 0 else LOSS if gain < 0 else EVEN for gain in gained]
+        colours = [GAIN if gain > HARM else LOSS if gain < -HARM else EVEN for gain in gained]
         axes.axhline(0, color=theme.MUTED, lw=1)
         axes.scatter(
             sizes,
@@ -291,15 +293,16 @@ def gains(curves: Sequence[Series]) -> Chart | None:
         bottom, top = axes.get_ylim()
         axes.set_ylim(min(bottom, -1), max(top, 1))  # where nobody gains, no tiny numbers
         text = (
-            f"{curve.label}: {(gained > 0).sum()} of {len(gained)} clients gain, "
-            f"{(gained < 0).sum()} lose; {_points(gained.mean())} points on average, "
+            f"{curve.label}: {(gained > HARM).sum()} of {len(gained)} clients gain, "
+            f"{(gained < -HARM).sum()} lose; {_points(gained.mean())} points on average, "
             f"{_points(thirds[0][2])} for the third with the fewest samples, "
             f"{_points(thirds[-1][2])} for the third with the most"
         )
         words.append((float(gained.mean()), text))
     chart.caption = (
-        "Each dot is a client: above the line (blue) it does better than with its own local "
-        "model, below (vermilion) worse; a bar is the mean of a third of the clients. "
+        f"Each dot is a client. It gains (blue) if it is more than {HARM:g} points above its own "
+        f"local model, and loses (vermilion) if it is more than {HARM:g} points below; a bar is "
+        "the mean of a third of the clients. "
         f"{_highest_and_lowest(words, '. ')}."
     )
     return chart
@@ -336,7 +339,7 @@ def cluster_membership(run: Run, number: int) -> Chart | None:
     again, same = found.returns()
     chart.caption = (
         "Each row is a client. Strong colour: the round in which it was drawn and chose that "
-        f"cluster; pale: until it is drawn again. Last seen in {_listed(_populations(found))}."
+        f"cluster; pale: until it is drawn again. Last seen in {listed(_populations(found))}."
     )
     if again:
         chart.caption += (
@@ -407,7 +410,7 @@ def centroid_similarity(run: Run, number: int) -> Chart | None:
 
 
 def labels_per_client(runs: Sequence[Run]) -> Chart | None:
-    run = next((run for run in sorted(runs, key=lambda run: run.seed) if _knows_labels(run)), None)
+    run = next((run for run in sorted(runs, key=lambda run: run.seed) if run.knows_labels), None)
     if run is None:
         return None
     counts = np.array([client["labels"]["train"] for client in run.clients if client])
@@ -610,8 +613,9 @@ def _pairs(curve: Series, local: Series) -> list[tuple[int, float, str]]:
         if other is None or not common or len(run.clients) != len(other.clients):
             continue
         round = max(common)
-        with_others = run.accuracies(curve.kind, round)
-        without = other.accuracies(local.kind, round)
+        # With the digits of the tables, so that both count the same clients.
+        with_others = run.accuracies(curve.kind, round).round(5)
+        without = other.accuracies(local.kind, round).round(5)
         for client, gain in enumerate(100 * (with_others - without)):
             if not np.isnan(gain):
                 size = int(run.train_sizes[client])
@@ -734,15 +738,11 @@ def _extremes(table: np.ndarray) -> tuple[tuple[int, int], tuple[int, int]]:
     return min(pairs, key=by), max(pairs, key=by)
 
 
-def _knows_labels(run: Run) -> bool:
-    return bool(run.clients) and all(client and "labels" in client for client in run.clients)
-
-
 def _band_words(curve: Series) -> str:
     low, first, third, high = _quantiles(curve, curve.rounds[-1])
     return (
-        "The darker band holds the middle half of the clients, the lighter one four fifths: in the "
-        f"end {_range((first, third))} and {_range((low, high))}."
+        "The darker band holds the middle half of the clients, the lighter one four fifths: "
+        f"{_when([curve])} {_range((first, third))} and {_range((low, high))}."
     )
 
 
@@ -751,7 +751,16 @@ def _range(ends: Any) -> str:
 
 
 def _end(curve: Series) -> str:
-    return _percent(curve.last())
+    """Where it ends, or where it has got to."""
+    return _percent(curve.last()) + ("" if curve.over else " so far")
+
+
+def _over(curves: Sequence[Series]) -> bool:
+    return all(curve.over for curve in curves)
+
+
+def _when(curves: Sequence[Series]) -> str:
+    return "in the end" if _over(curves) else "so far"
 
 
 def _points(value: float) -> str:
@@ -776,7 +785,7 @@ def _short(label: str, most: int = 24) -> str:
     return label if len(label) <= most else label[: most - 1] + "…"
 
 
-def _listed(words: Sequence[str]) -> str:
+def listed(words: Sequence[str]) -> str:
     return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -15,7 +16,7 @@ from perfed.core.errors import RunError
 from perfed.core.metrics import MODEL_NAMES
 from perfed.runs.comparison import FAILED, read_comparison, run_name
 from perfed.runs.comparison import FILE as COMPARISON_FILE
-from perfed.runs.directory import RunDirectory
+from perfed.runs.directory import LOCK, RunDirectory
 from perfed.runs.result import Result, part_size
 
 IN_A_NAME = ("name", "about", "seed", "algorithm")  # do not set two runs of a method apart
@@ -95,6 +96,11 @@ class Run:
         return clients
 
     @property
+    def knows_labels(self) -> bool:
+        """Of every client; of the sites of a federation only the sites know."""
+        return bool(self.clients) and all(client and "labels" in client for client in self.clients)
+
+    @property
     def class_names(self) -> list[str]:
         """Of labels 0, 1, 2, …; empty where the data does not name them."""
         return list(self.partition.get("data", {}).get("classes", []))
@@ -125,6 +131,17 @@ class Run:
         """Nothing more will be written to it."""
         return self.directory.finished or bool(self.failure)
 
+    @property
+    def stopped(self) -> bool:
+        """It has not ended, and nobody works on it."""
+        going_on = in_use(self.path)  # asked first: a run may end meanwhile
+        return not going_on and not self.over
+
+    @property
+    def method(self) -> tuple[str, str]:
+        """The algorithm and every setting: what runs that differ in their seed have in common."""
+        return self.result.experiment.algorithm.label(), repr(self.setting)
+
     def accuracies(self, kind: str, round: int) -> np.ndarray:
         """Of every client; NaN where a site has not told."""
         return np.array(self.judged[round][kind]["test_accuracy"], dtype=float)
@@ -151,6 +168,14 @@ class Series:
     @property
     def algorithm(self) -> str:
         return self.runs[0].result.experiment.algorithm.registered_name
+
+    @property
+    def over(self) -> bool:
+        return all(run.over for run in self.runs)
+
+    @property
+    def seeds(self) -> set[int]:
+        return {run.seed for run in self.runs}
 
     @property
     def rounds(self) -> list[int]:
@@ -223,8 +248,21 @@ def _folders(path: Path) -> list[Path]:
     return [path]
 
 
+def in_use(folder: Path) -> bool:
+    """Whether a process works on a run: the lock goes with the process, however it ends."""
+    if not (folder / LOCK).is_file():
+        return False
+    with open(folder / LOCK) as file:
+        try:  # shared, so that two reports do not take each other for the run
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False
+
+
 def written(paths: Sequence[Path]) -> dict[str, int]:
-    """How much each run has written so far; changes when there is something new to show."""
+    """How much each run has written so far, and whether it goes on; changes when there is
+    something new to show."""
     sizes: dict[str, int] = {}
     for folder in (folder for path in paths for folder in _folders(path)):
         ended = [name for name in ("summary.json", FAILED) if (folder / name).is_file()]
@@ -232,6 +270,7 @@ def written(paths: Sequence[Path]) -> dict[str, int]:
             f"{folder}/{name}": size for name, size in RunDirectory(folder).log_sizes().items()
         }
         sizes |= {f"{folder}/{name}": 1 for name in ended}
+        sizes[f"{folder}/{LOCK}"] = in_use(folder)
     return sizes
 
 
@@ -245,7 +284,8 @@ def planned(paths: Sequence[Path]) -> int:
 
 def _labels(results: Sequence[Result], folders: Sequence[str]) -> list[str]:
     """Algorithms, with the other settings in which runs differ; or with the folder that was named,
-    where settings tell no run from another, or would be too long to read."""
+    where settings tell no run from another, or would be too long to read. The seeds of a method in
+    one folder have one label."""
     settings = [flat(_setting(result)) for result in results]
     names = dict.fromkeys(key for setting in settings for key in setting)
     differ = [n for n in names if len({repr(setting.get(n)) for setting in settings}) > 1]
@@ -259,9 +299,14 @@ def _labels(results: Sequence[Result], folders: Sequence[str]) -> list[str]:
         return by_folder
     seeds = [r.experiment.seed for r in results]
     times = Counter(zip(labels, seeds, strict=True))
+    ambiguous = {
+        (label, folder)
+        for label, seed, folder in zip(labels, seeds, folders, strict=True)
+        if times[label, seed] > 1
+    }
     return [
-        label if times[label, seed] == 1 else named
-        for label, seed, named in zip(labels, seeds, by_folder, strict=True)
+        named if (label, folder) in ambiguous else label
+        for label, folder, named in zip(labels, folders, by_folder, strict=True)
     ]
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from perfed.config import dump_yaml
 from perfed.core.tensorfile import write_atomically
 from perfed.report import gather, theme
-from perfed.report.charts import Chart, charts
+from perfed.report.charts import Chart, charts, listed
 from perfed.report.gather import Run, Series
 from perfed.report.svg import inline_svg
-from perfed.report.tables import FOOTNOTE, HEADER, Row, cells, quantity, rows
+from perfed.report.tables import FOOTNOTE, HEADER, Row, against_local, cells, quantity, rows
 
 GROUND = ("#f6f6f4", "#141518")
 RELOAD_SECONDS = 4
@@ -104,6 +104,7 @@ def html(report: Report, reload: bool = False) -> str:
 {_state(report)}
 {_tiles(report)}
 {_summary(report)}
+{_against_local(report)}
 <div class="lead">
 {"".join(lead)}
 </div>
@@ -136,8 +137,10 @@ def _title(report: Report) -> str:
     if not names:
         return report.paths[0].name
     what = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-    labels = list(dict.fromkeys(run.label for run in report.runs))
-    return f"{what}: {labels[0]}" if len(labels) == 1 else f"{what}: {len(labels)} methods compared"
+    methods = {run.method for run in report.runs}
+    if len(methods) > 1:
+        return f"{what}: {len(methods)} methods compared"
+    return f"{what}: {report.runs[0].result.experiment.algorithm.label()}"
 
 
 def _about(report: Report) -> str:
@@ -146,16 +149,35 @@ def _about(report: Report) -> str:
         return ""
     experiments = [run.result.experiment for run in report.runs]
     about = _same(experiment.about for experiment in experiments)
-    seeds = sorted({run.seed for run in report.runs})
+    by_seeds = _labels_by_seeds(report.runs)
     facts = [
         _same(f"{e.clients} clients" for e in experiments),
         _same(f"{e.clients_per_round} drawn a round" for e in experiments),
         _same(f"{e.rounds} rounds" for e in experiments),
         _same(f"{e.data.label()} divided by {e.partition.label()}" for e in experiments),
-        f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}",
+        next(iter(by_seeds)) if len(by_seeds) == 1 else "",
     ]
     sentence = f"<p>{escape(about)}</p>" if about else ""
-    return f'{sentence}<p class="about">{escape(" · ".join(filter(None, facts)))}</p>'
+    said = f'{sentence}<p class="about">{escape(" · ".join(filter(None, facts)))}</p>'
+    if len(by_seeds) > 1:
+        words = "; ".join(f"{seeds}: {', '.join(labels)}" for seeds, labels in by_seeds.items())
+        said += (
+            '<p class="about">Not all have the same seeds, and another seed divides the data in '
+            f"another way. {escape(words)}.</p>"
+        )
+    return said
+
+
+def _labels_by_seeds(runs: Sequence[Run]) -> dict[str, list[str]]:
+    """Which methods have which seeds; ``seeds 0, 1`` is a key."""
+    seeds: dict[str, set[int]] = {}
+    for run in runs:
+        seeds.setdefault(run.label, set()).add(run.seed)
+    found: dict[str, list[str]] = {}
+    for label, own in seeds.items():
+        words = f"seed{'s' if len(own) > 1 else ''} {', '.join(map(str, sorted(own)))}"
+        found.setdefault(words, []).append(label)
+    return found
 
 
 def _same(texts: Iterable[str]) -> str:
@@ -172,17 +194,34 @@ def _state(report: Report) -> str:
         if run.failure
     ]
     if not report.over:
-        planned = gather.planned(report.paths)
-        going = [
-            f"{run.title}: round {len(run.rounds)} of {run.result.experiment.rounds}"
-            for run in report.runs
-            if not run.over
-        ]
-        waiting = planned - len(report.runs)
-        words = [f"{sum(run.over for run in report.runs)} of {planned} runs finished", *going]
-        words += [f"{waiting} not begun"] if waiting else []
-        boxes.append(f'<div class="state">Still going on. {escape("; ".join(words))}.</div>')
+        boxes.append(f'<div class="state">{escape(_unfinished(report))}</div>')
     return "\n".join(boxes)
+
+
+def _unfinished(report: Report) -> str:
+    """How far the runs are, and of those that nobody works on how they go on."""
+    planned = gather.planned(report.paths)
+    waiting = planned - len(report.runs)
+    stopped = [run for run in report.runs if run.stopped]
+    going = [run for run in report.runs if run not in stopped and not run.over]
+    words = [f"{sum(run.over for run in report.runs)} of {planned} runs finished"]
+    words += [f"{run.title}: round {_progress(run)}" for run in going]
+    words += [f"{run.title}: stopped after round {_progress(run)}" for run in stopped]
+    words += [f"{waiting} not begun"] if waiting else []
+    ways = dict.fromkeys(_way_on(run, report.paths) for run in stopped)
+    state = "Still going on" if going else "Stopped" if stopped else "Not finished"
+    return " ".join([f"{state}. {'; '.join(words)}.", *ways])
+
+
+def _progress(run: Run) -> str:
+    return f"{len(run.rounds)} of {run.result.experiment.rounds}"
+
+
+def _way_on(run: Run, paths: Sequence[Path]) -> str:
+    if (run.path / "federation.json").is_file():
+        return f"To go on with {run.path}, start its coordinator again."
+    whole = run.path if run.path in paths else run.path.parent  # the comparison it is of
+    return f"To go on: perfed run --resume {whole}"
 
 
 def _tiles(report: Report) -> str:
@@ -190,16 +229,17 @@ def _tiles(report: Report) -> str:
     if not report.curves:
         return ""
     best = max(report.curves, key=Series.last)
+    when = "at the end" if report.over else "so far"
     tiles = [
         (
             f"{100 * best.last():.1f} %",
-            f"mean test accuracy of {best.label}, the highest at the end"
+            f"mean test accuracy of {best.label}, the highest {when}"
             if len(report.curves) > 1
-            else "mean test accuracy over all clients at the end",
+            else f"mean test accuracy over all clients {when}",
         )
     ]
     local = gather.alone(best, report.curves)
-    if local and best is not local:
+    if local and best is not local and best.seeds == local.seeds:  # of the same clients
         tiles.append(
             (
                 f"{100 * (best.last() - local.last()):+.1f} points",
@@ -214,15 +254,7 @@ def _tiles(report: Report) -> str:
             + (f", with {kindest.label}" if len(report.curves) > 1 else ""),
         )
     )
-    sent = {curve.label: curve.cost(curve.rounds[-1], "bytes") for curve in report.curves}
-    talking = {label: cost for label, cost in sent.items() if cost}
-    if talking:
-        least = min(talking, key=lambda label: talking[label])
-        most = max(talking, key=lambda label: talking[label])
-        words = "sent in all, both ways"
-        if len(talking) > 1:
-            words = f"sent by {least}; {quantity(talking[most], 'B')} by {most}"
-        tiles.append((quantity(talking[least], "B"), words))
+    tiles += _sent(report)
     return (
         '<div class="tiles">'
         + "".join(
@@ -232,18 +264,59 @@ def _tiles(report: Report) -> str:
     )
 
 
+def _sent(report: Report) -> list[tuple[str, str]]:
+    """The tile of who sends how much; none where nobody sends anything."""
+    costs = {  # by method: two models of one are paid for once
+        curve.runs[0].label: curve.cost(curve.rounds[-1], "bytes") for curve in report.curves
+    }
+    talking = sorted((label for label, cost in costs.items() if cost), key=lambda x: costs[x])
+    if not talking:
+        return []
+    when = "in all" if report.over else "so far"
+    least, most = (quantity(costs[label], "B") for label in (talking[0], talking[-1]))
+    if least != most:
+        return [(least, f"sent {when} by {talking[0]}; {most} by {talking[-1]}")]
+    whom = f" by {'each of ' if len(talking) > 1 else ''}{listed(talking)}"
+    return [(least, f"sent {when}{whom if len(costs) > 1 else ''}, both ways")]
+
+
 def _summary(report: Report) -> str:
     begun = [run for run in report.runs if run.evaluated]
     if not begun:
         return '<p class="note">No round has been evaluated yet.</p>'
     table = rows([run.summary() for run in begun])
     numbers = {(curve.runs[0].label, curve.kind): curve.number for curve in report.curves}
-    head = "".join(_cell("th", number, escape(name)) for number, name in enumerate(HEADER))
-    body = "\n".join(_row(row, numbers[row.algorithm, row.kind]) for row in table)
+    body = [_row(row, numbers[row.algorithm, row.kind]) for row in table]
+    early = [f"{run.title} (round {max(run.evaluated) + 1})" for run in begun if not run.over]
+    note = f"{FOOTNOTE} Not finished, so after the last evaluation: {'; '.join(early)}."
+    head = _cells("th", [escape(name) for name in HEADER], 2)
+    return _card("summary", "Summary", head, body, note if early else FOOTNOTE)
+
+
+def _against_local(report: Report) -> str:
+    """The table that ``perfed compare`` prints, of the finished runs."""
+    finished = [run for run in report.runs if run.directory.finished]
+    table = against_local([run.result for run in finished]) if _comparable(finished) else None
+    if table is None:
+        return ""
+    body = [_cells("td", map(escape, row), table.names) for row in table.rows]
+    head = _cells("th", map(escape, table.header), table.names)
+    return _card("against-local", table.title, head, body, table.note)
+
+
+def _comparable(runs: Sequence[Run]) -> bool:
+    """Whether runs differ in nothing but algorithm and seed, and their clients are known."""
+    return len({repr(run.setting) for run in runs}) == 1 and all(
+        run.label == run.result.experiment.algorithm.label() and run.knows_labels for run in runs
+    )
+
+
+def _card(name: str, title: str, head: str, body: Sequence[str], note: str) -> str:
+    lines = "\n".join(body)
     return (
-        f'<section class="card"><h2>Summary</h2><div class="scroll"><table id="summary">'
-        f"<thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>"
-        f'<p class="note">{escape(FOOTNOTE)}</p></section>'
+        f'<section class="card"><h2>{escape(title)}</h2><div class="scroll"><table id="{name}">'
+        f"<thead>{head}</thead>\n<tbody>{lines}</tbody></table></div>"
+        f'<p class="note">{escape(note)}</p></section>'
     )
 
 
@@ -252,11 +325,16 @@ def _row(row: Row, number: int) -> str:
     colour = f"var(--colour-{number % len(theme.COLOURS)})"
     texts = [escape(cell) for cell in cells(row)]
     texts[0] = f'<i class="swatch{dashed}" style="--own:{colour}"></i>{texts[0]}'
-    return f"<tr>{''.join(_cell('td', place, text) for place, text in enumerate(texts))}</tr>"
+    return _cells("td", texts, 2)
 
 
-def _cell(tag: str, place: int, text: str) -> str:
-    return f'<{tag} class="word">{text}</{tag}>' if place < 2 else f"<{tag}>{text}</{tag}>"
+def _cells(tag: str, texts: Iterable[str], names: int) -> str:
+    """A line of a table; the first ``names`` columns are words, the others numbers."""
+    line = (
+        f'<{tag} class="word">{text}</{tag}>' if place < names else f"<{tag}>{text}</{tag}>"
+        for place, text in enumerate(texts)
+    )
+    return f"<tr>{''.join(line)}</tr>"
 
 
 def _figure(chart: Chart) -> str:
