@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from perfed.cli import main
-from tests.conftest import TINY
+from perfed.engines import Execution
+from perfed.runs import Callback, RoundReport, run
+from tests.conftest import TINY, tiny
 
 
 @pytest.fixture
@@ -97,11 +99,17 @@ def test_run_prints_a_table_and_last_the_directory(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert perfed(monkeypatch, "run", config, "--set", "name=mine") == 0
-    lines = capsys.readouterr().out.splitlines()
+    shown = capsys.readouterr()
+    lines = shown.out.splitlines()
     (directory,) = (tmp_path / "runs").iterdir()
     assert directory.name.startswith("mine-")
     assert lines[-1] == f"run directory: runs/{directory.name}"
-    assert any("round 3/3" in line and "accuracy" in line for line in lines)
+    assert lines[1].split()[:3] == ["algorithm", "model", "accuracy"]  # no progress before it
+    assert not any("round 3/3" in line for line in lines)
+    told = shown.err.splitlines()
+    assert told[0].startswith(f"run directory: runs/{directory.name}; experiment mine, engine ")
+    assert "device c" in told[0]
+    assert any("round 3/3" in line and "accuracy" in line for line in told)
     assert perfed(monkeypatch, "run", config, "--out", directory) == 2
     assert "exists already" in capsys.readouterr().err
 
@@ -174,22 +182,64 @@ main()
 def test_ctrl_c_leaves_a_resumable_run_and_says_how(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: Path
 ) -> None:
-    run = tmp_path / "run"
+    folder = tmp_path / "run"
     process = subprocess.Popen(
-        [sys.executable, "-c", INTERRUPTIBLE, "run", config, f"--out={run}", "--set=rounds=150"],
+        [sys.executable, "-c", INTERRUPTIBLE, "run", config, f"--out={folder}", "--set=rounds=150"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-    log = run / "rounds.jsonl"
+    log = folder / "rounds.jsonl"
     while process.poll() is None and not (log.exists() and log.read_text().count("\n") > 3):
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert error.strip() == f"interrupted; continue with: perfed run --resume {run}"
-    assert perfed(monkeypatch, "run", "--resume", run, "--json") == 0
+    assert error.splitlines()[-1] == f"interrupted; continue with: perfed run --resume {folder}"
+    assert perfed(monkeypatch, "run", "--resume", folder, "--json") == 0
     assert log.read_text().count("\n") == 151  # and the initial set's line
+
+
+class Stop(Callback):
+    """A user who has seen enough after two rounds."""
+
+    def on_round(self, report: RoundReport) -> None:
+        if report.round == 1:
+            raise KeyboardInterrupt
+
+
+def test_a_resumed_run_says_from_where_it_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    started = {"saved": 0.0, "unsaved": 1000.0}  # seconds between checkpoints
+    for name, seconds in started.items():
+        how = Execution(checkpoint_seconds=seconds)
+        with pytest.raises(KeyboardInterrupt):
+            run(tiny(name=name), tmp_path / name, callbacks=[Stop()], how=how)
+    for name, said in {
+        "saved": "perfed-ckt (c=2, λ=2), seed 0: continuing after round 2 of 3",
+        "unsaved": "perfed-ckt (c=2, λ=2), seed 0: from the start: no checkpoint yet",
+    }.items():
+        assert perfed(monkeypatch, "run", "--resume", tmp_path / name, "--json") == 0
+        told = capsys.readouterr().err.splitlines()
+        assert told[0] == f"run directory: {tmp_path / name}; experiment {name}"
+        assert said in told
+
+
+def test_who_stops_reading_stops_neither_the_run_nor_its_report(
+    tmp_path: Path, config: Path
+) -> None:
+    out = tmp_path / "run"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "perfed", "run", config, "--out", out],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    process.wait(timeout=120)
+    assert (out / "summary.json").is_file()
+    assert (out / "report.html").is_file()
 
 
 def test_a_run_killed_before_its_first_round_can_be_resumed(

@@ -77,12 +77,12 @@ def test_from_a_folder_of_images_to_a_finished_run(folder: Path) -> None:
     shares = "models={architectures: [mlp, 'net.py:Right'], assign: shares, shares: [0.5, 0.5]}"
     right = perfed(folder, "run", "mine.yaml", "--set", shares, "--set", "rounds=3", "--out", "run")
     assert right.returncode == 0, right.stderr
-    lines = right.stdout.splitlines()
-    assert re.fullmatch(r"network +parameters +clients", lines[0])
+    told = right.stderr.splitlines()
+    assert re.fullmatch(r"network +parameters +clients", told[1])
     parameters = 3 * 8 * 8 * 16 + 16 + 16 * 3 + 3
-    assert re.fullmatch(rf"net.py:Right +{parameters:,} +2  \(.*\)", lines[1])
-    assert re.fullmatch(r"mlp +12,547 +2  \(.*\)", lines[2])
-    assert lines[-1] == "run directory: run"
+    assert re.fullmatch(rf"net.py:Right +{parameters:,} +2  \(.*\)", told[2])
+    assert re.fullmatch(r"mlp +12,547 +2  \(.*\)", told[3])
+    assert right.stdout.splitlines()[-1] == "run directory: run"
     (partition,) = (folder / "run").glob("local*/partition.json")
     record = json.loads(partition.read_text())
     assert record["architectures"]["net.py:Right"] == {"clients": 2, "parameters": parameters}

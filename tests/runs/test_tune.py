@@ -78,6 +78,50 @@ def test_what_diverged_is_said_and_never_chosen(tmp_path: Path) -> None:
     assert [row[-1] for row in tables(result)[0].rows][-1] == "diverged"
 
 
+def test_a_result_names_what_all_trials_share_and_not_the_first_of_them() -> None:
+    search = Search(TINY, GRID)
+    result = search.result({})
+    assert result["algorithm"] == "perfed-ckt (clusters=2)"
+    assert tables(result)[0].title == "Settings of perfed-ckt (clusters=2)"
+    assert result["config"]["algorithm"] == {"name": "perfed-ckt", "clusters": 2}
+    assert "learning_rate" not in result["config"]["training"]
+    assert result["config"]["training"]["steps"] == 2
+    assert "seed" not in result["config"]
+    for choice in search.choices():  # and with a choice it is that trial
+        again = Search(result["config"], GRID).experiment(choice, 7)
+        assert again == search.experiment(choice, 7)
+
+
+def test_algorithms_that_are_searched_are_all_named() -> None:
+    search = Search(TINY | {"algorithm": "local"}, {"algorithm": ("local", "fedavg")})
+    assert search.result({})["algorithm"] == "local, fedavg"
+    assert "algorithm" not in search.result({})["config"]
+
+
+@pytest.mark.parametrize("values", [(0.1, 0.1), (1, 1.0), ("uniform", "by-size", "uniform")])
+def test_a_value_counts_once(values: tuple[Any, ...]) -> None:
+    with pytest.raises(ConfigError, match=r"--grid key: \S+ is there twice; give it once"):
+        Search(TINY, {"key": values})
+
+
+@pytest.mark.parametrize(
+    ("other", "difference"),
+    [
+        (Search(TINY, {"selection": ("uniform",)}), "another grid"),
+        (Search(TINY, GRID, seeds=(7,)), "other seeds"),
+        (Search(TINY | {"rounds": 4}, GRID), "another experiment"),
+    ],
+)
+def test_a_folder_holds_one_search(tmp_path: Path, other: Search, difference: str) -> None:
+    search = Search(TINY, GRID, trials=2)
+    search.check_folder(tmp_path / "new")
+    (tmp_path / "tune.json").write_text(json.dumps(search.result({})))
+    search.check_folder(tmp_path)
+    Search(TINY, GRID).check_folder(tmp_path)  # more trials of the same
+    with pytest.raises(ConfigError, match=f"holds another search, with {difference}; choose"):
+        other.check_folder(tmp_path)
+
+
 def test_one_algorithm_at_a_time() -> None:
     several = TINY | {"algorithms": ["local", "fedavg"]}
     del several["algorithm"]

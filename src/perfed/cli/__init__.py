@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -20,16 +22,24 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(runs.run)
-app.command()(runs.compare)
-app.command()(report.report)
-app.command()(report.export)
-app.command("list")(catalogue.list_)
-app.command()(own.init)
-app.command()(own.explain)
-app.command()(paper.reproduce)
-app.command()(paper.tune)
-app.command()(doctor.doctor)
+
+
+def _add(command: Callable[..., None], name: str | None = None) -> None:
+    """Its docstring is its help, each paragraph in one piece: Typer would keep the line breaks."""
+    paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
+    app.command(name, help="\n\n".join(" ".join(text.split()) for text in paragraphs))(command)
+
+
+_add(runs.run)
+_add(runs.compare)
+_add(report.report)
+_add(report.export)
+_add(catalogue.list_, "list")
+_add(own.init)
+_add(own.explain)
+_add(paper.reproduce)
+_add(paper.tune)
+_add(doctor.doctor)
 app.add_typer(data.app, name="data")
 app.add_typer(federation.federation, name="federation")
 app.add_typer(federation.site, name="site")

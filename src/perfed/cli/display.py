@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import rich.table
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from perfed.config import Experiment
 from perfed.report.layout import Table
@@ -17,12 +19,18 @@ from perfed.report.tables import quantity
 from perfed.runs import Callback, RoundReport
 from perfed.runs.directory import RunDirectory
 
+LEAST_IMPORTANT = ("best test*", "parameters", "worst 10 %")
+"""Columns that a narrow terminal does without, the first first."""
+GAP = 2  # between two columns
+
 
 class Display(Callback):
-    """A live bar per run in a terminal; elsewhere a plain line for every tenth of the rounds."""
+    """On stderr: a live bar per run in a terminal, elsewhere a plain line for every tenth of the
+    rounds; before them where the runs are, and from where a resumed one goes on."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    def __init__(self, folder: Path, resuming: bool = False) -> None:
+        self._folder, self._resuming = folder, resuming
+        self._console = console = Console(stderr=True)
         self._bars: Progress | None = None
         if console.is_terminal:
             self._bars = Progress(
@@ -35,7 +43,6 @@ class Display(Callback):
             )
         self._began: dict[str, tuple[float, int]] = {}
         self._tasks: dict[str, TaskID] = {}
-        self._told_networks = False
 
     def __enter__(self) -> Display:
         if self._bars:
@@ -47,8 +54,15 @@ class Display(Callback):
             self._bars.stop()
 
     def on_start(self, experiment: Experiment, directory: Path, first_round: int) -> None:
-        self._tell_networks(directory)
         name = _run_title(experiment)
+        first_run = not self._began
+        if first_run:
+            self._tell(self._whereabouts(experiment, directory, first_round))
+            self._tell_networks(directory)
+        if first_round:
+            self._tell(f"{name}: continuing after round {first_round} of {experiment.rounds}")
+        elif self._resuming and first_run:
+            self._tell(f"{name}: from the start: no checkpoint yet")
         self._began[name] = (time.monotonic(), first_round)
         if self._bars:
             self._tasks[name] = self._bars.add_task(
@@ -66,18 +80,25 @@ class Display(Callback):
             began, first = self._began[name]
             pace = (time.monotonic() - began) / (done - first)
             left = f"{pace * (total - done):.0f} s left" if done < total else "done"
-            self._console.print(
-                f"{name}: round {done}/{total}  {facts}  {left}", soft_wrap=True, highlight=False
-            )
+            self._tell(f"{name}: round {done}/{total}  {facts}  {left}")
+
+    def _whereabouts(self, experiment: Experiment, directory: Path, first_round: int) -> str:
+        """Where the runs are, and of those that begin now how they are executed."""
+        line = f"run directory: {self._folder}; experiment {experiment.name}"
+        if self._resuming or first_round:  # what it was begun on need not be what it goes on on
+            return line
+        machine = RunDirectory(directory).read_json("environment.json")
+        return f"{line}, engine {machine['engine']}, device {machine['device']}"
 
     def _tell_networks(self, directory: Path) -> None:
-        """Which clients have which network; of several runs, those of the first."""
+        """Which clients have which network."""
         partition = RunDirectory(directory).read_json("partition.json")
-        if self._told_networks or "architectures" not in partition:
-            return
-        self._told_networks = True
-        for line in networks_table(partition):
-            self._console.print(line, soft_wrap=True, highlight=False, markup=False)
+        if "architectures" in partition:
+            for line in networks_table(partition):
+                self._tell(line)
+
+    def _tell(self, line: str) -> None:
+        self._console.print(line, soft_wrap=True, highlight=False, markup=False)
 
 
 def networks_table(partition: Mapping[str, Any]) -> list[str]:
@@ -108,24 +129,68 @@ def _run_title(experiment: Experiment) -> str:
     return f"{experiment.algorithm.label()}, seed {experiment.seed}"
 
 
-def print_tables(console: Console, tables: Sequence[Table]) -> None:
+def print_tables(tables: Sequence[Table]) -> None:
+    console = Console()
     for table in tables:
         if console.is_terminal:
-            _print_in_colour(console, table)
+            _print_in_terminal(console, narrowed(table, console.width))
         else:  # as wide as it needs to be, for a file or a pipe
             print(f"\n{table.text()}", flush=True)
     console.print()
 
 
-def _print_in_colour(console: Console, table: Table) -> None:
-    shown = rich.table.Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1))
-    for number, title in enumerate(table.header):
-        words = number < table.names
-        shown.add_column(
-            title, justify="left" if words else "right", no_wrap=number != 0, overflow="fold"
-        )
+def narrowed(table: Table, width: int) -> Table:
+    """The table without the columns that ``width`` has no room for, as far as it can do without."""
+    shown, left_out = table, []
+    for title in LEAST_IMPORTANT:
+        if _width(_natural_widths(shown)) <= width:
+            break
+        if title in shown.header:
+            shown = _without(shown, title)
+            left_out.append(title)
+    if not left_out:
+        return table
+    note = f"{shown.note} Left out, for want of room: {', '.join(left_out)}."
+    return dataclasses.replace(shown, note=note)
+
+
+def _without(table: Table, title: str) -> Table:
+    column = list(table.header).index(title)
+    header, *rows = [[*line[:column], *line[column + 1 :]] for line in (table.header, *table.rows)]
+    return dataclasses.replace(table, header=header, rows=rows)
+
+
+def _natural_widths(table: Table) -> list[int]:
+    return [max(map(len, column)) for column in zip(table.header, *table.rows, strict=True)]
+
+
+def _width(columns: Sequence[int]) -> int:
+    return sum(columns) + GAP * (len(columns) - 1)
+
+
+def _print_in_terminal(console: Console, table: Table) -> None:
+    """Where there is still no room the first column is folded, at spaces; where that does not
+    help, the terminal folds the lines."""
+    widths = _natural_widths(table)
+    words = [word for line in (table.header, *table.rows) for word in line[0].split()]
+    room = console.width - _width([0, *widths[1:]])
+    if room >= max(map(len, words)):
+        widths[0] = min(widths[0], room)
+    if table.title:
+        console.print(f"\n{table.title}", style="bold", highlight=False, markup=False)
+    else:
+        console.print()
+    _print_cells(console, table, widths)
+    note = " ".join(table.note.split())  # wrapped for a file, it would be wrapped a second time
+    console.print(note, style="dim", highlight=False, markup=False)
+
+
+def _print_cells(console: Console, table: Table, widths: Sequence[int]) -> None:
+    shown = rich.table.Table(box=None, pad_edge=False, header_style="bold", padding=(0, GAP, 0, 0))
+    for number, (title, width) in enumerate(zip(table.header, widths, strict=True)):
+        side: JustifyMethod = "left" if number < table.names else "right"
+        shown.add_column(Text(title), justify=side, no_wrap=number > 0, width=width)
     for row in table.rows:
-        shown.add_row(*row)
-    console.print(f"\n[bold]{table.title}[/bold]" if table.title else "")
-    console.print(shown)
-    console.print(f"[dim]{table.note}[/dim]", highlight=False)
+        shown.add_row(*map(Text, row))
+    wide = Console(width=max(console.width, _width(widths)))
+    wide.print(shown, crop=False)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 import perfed
 from perfed.cli import completion
@@ -20,7 +19,6 @@ from perfed.cli.options import (
     EngineOption,
     FileArgument,
     JsonOption,
-    OutOption,
     PrecisionOption,
     SecondsOption,
     SetOption,
@@ -40,6 +38,7 @@ from perfed.paper.published import GRID
 from perfed.paper.reproduce import SINGLE, STUDIES
 from perfed.paper.reproduce import write as write_files
 from perfed.report import layout
+from perfed.report.layout import Table
 from perfed.runs import tune as tuning
 from perfed.runs.study import Shard, Study
 from perfed.runs.tune import SEED
@@ -124,12 +123,12 @@ def reproduce(
 def tune(
     file: FileArgument = None,
     algorithm: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             "--algorithm",
             "-a",
             metavar="NAME[,KEY=VALUE…]",
-            help="What is tuned.",
+            help="What is tuned; only one.",
             autocompletion=completion.algorithms,
         ),
     ] = None,
@@ -138,15 +137,20 @@ def tune(
         typer.Option(
             "--grid",
             metavar="KEY=V,V,…",
-            help="Values to try, such as training.learning_rate=0.1,0.01; the paper's without it.",
+            help="Values to try, such as algorithm.weight=0.5,2; once for each key. The paper's "
+            "grid without it.",
         ),
     ] = None,
     trials: Annotated[
-        int | None, typer.Option(help="So many of the grid, at random; all without it.", min=1)
+        int | None,
+        typer.Option(metavar="N", help="So many of the grid, at random; all without it.", min=1),
     ] = None,
     seeds: Annotated[str, typer.Option(help="Not those you will report on.")] = str(SEED),
     set_: SetOption = None,
-    out: OutOption = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="A folder; tune-<name>-<algorithm> in runs/ without it."),
+    ] = None,
     as_json: JsonOption = False,
     shard: ShardOption = "1/1",
     seconds: SecondsOption = float("inf"),
@@ -160,9 +164,11 @@ def tune(
     """Search settings by validation accuracy and keep every trial; resumes where it stopped."""
     values = overridden(file, set_ or ())
     values.pop("seed", None)
-    if algorithm is not None:
+    if algorithm:
+        if len(algorithm) > 1:
+            raise ConfigError("one algorithm is tuned at a time; give it once", "--algorithm")
         values.pop("algorithms", None)
-        values["algorithm"] = parse_algorithm(algorithm)
+        values["algorithm"] = parse_algorithm(algorithm[0])
     search = tuning.Search(
         values,
         _parse_grid(grid) if grid else _papers_grid(values),
@@ -173,23 +179,31 @@ def tune(
     path = out or Path("runs", f"tune-{values.get('name', 'experiment')}-{name}")
     study = search.study(path)
     how = execution(engine, workers, device, precision, None, checkpoint_seconds)
+    search.check_folder(path)
+    _write_trials(search, study)  # says which search it is, also if this one is killed
     _run_study(study, how, shard, seconds, side_by_side)
-    result = search.result(study.records())
-    shown = tuning.tables(result)
-    write_files(path, "tune", result, shown)
+    result, shown = _write_trials(search, study)
     if as_json:
         print(json.dumps(result))
         return
     print(layout.text(shown))
     chosen = tuning.best(result).items()
     best = " ".join(f"--set {key}={tuning.shown_value(value)}" for key, value in chosen)
-    print(f"\nbest: {best}\nall trials: {path / 'tune.json'}")
+    print(f"\nbest: {best}\nall trials: {path / tuning.FILE}")
+
+
+def _write_trials(search: tuning.Search, study: Study) -> tuple[dict[str, Any], list[Table]]:
+    """The trials there are so far, to the study's folder."""
+    result = search.result(study.records())
+    shown = tuning.tables(result)
+    write_files(study.folder, tuning.NAME, result, shown)
+    return result, shown
 
 
 def _run_study(
     study: Study, how: Execution, shard: str, seconds: float, side_by_side: bool
 ) -> None:
-    with Display(Console(stderr=True)) as display:
+    with Display(study.folder) as display:
         try:
             study.run(how, [display], Shard.parse(shard), seconds, side_by_side)
         except KeyboardInterrupt:
@@ -203,6 +217,8 @@ def _parse_grid(texts: Sequence[str]) -> dict[str, list[Any]]:
         key, equals, choices = text.partition("=")
         if not equals or not choices:
             raise ConfigError(f"'{text}' is not of the form key=value,value", "--grid")
+        if key in grid:
+            raise ConfigError("is there twice; give all its values at once", f"--grid {key}")
         grid[key] = [load_yaml(choice, f"--grid {key}") for choice in choices.split(",")]
     return grid
 

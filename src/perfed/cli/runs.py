@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 import perfed
 from perfed.cli import completion
@@ -84,11 +83,12 @@ def compare(
             "--algorithm",
             "-a",
             metavar="NAME[,KEY=VALUE…]",
-            help="perfed-ckt,clusters=3,weight=2",
+            help="One of them, with options where they are not the defaults, such as "
+            "perfed-ckt,clusters=3; once for each.",
             autocompletion=completion.algorithms,
         ),
     ] = None,
-    seeds: Annotated[str | None, typer.Option(help="0,1,2 or 0-4")] = None,
+    seeds: Annotated[str | None, typer.Option(help="Each of these: 0,1,2 or 0-4.")] = None,
     set_: SetOption = None,
     out: OutOption = None,
     as_json: JsonOption = False,
@@ -135,10 +135,9 @@ def _execute(
     side_by_side: bool = False,
 ) -> None:
     """Start ``what`` in ``path``, or continue what is there, and print how it ended."""
-    console = Console(stderr=as_json)
     result: Result | ComparisonResult
     try:
-        with Display(console) as display:
+        with Display(path, resuming=what is None) as display:
             common: dict[str, Any] = {"callbacks": [display, *tracking], "how": how}
             if isinstance(what, Comparison):
                 result = perfed.compare(what, path, **common, side_by_side=side_by_side)
@@ -152,19 +151,18 @@ def _execute(
         if (path / "config.yaml").is_file() or (path / COMPARISON_FILE).is_file():
             print(f"\ninterrupted; continue with: perfed run --resume {path}", file=sys.stderr)
         raise typer.Exit(130) from None
-    _print_end(console, result, as_json)
+    _print_end(result, as_json)
 
 
-def _print_end(console: Console, result: Result | ComparisonResult, as_json: bool) -> None:
+def _print_end(result: Result | ComparisonResult, as_json: bool) -> None:
     if as_json:
         print(json.dumps(result.record(), indent=1, allow_nan=False))
     if not result.results:
         raise Diverged("; ".join(result.failures))
     if as_json:
         return
-    print_tables(console, result.tables())
-    for failure in result.failures:
-        console.print(failure, soft_wrap=True, highlight=False)
-    console.print(f"figure: {result.plot()}", soft_wrap=True, highlight=False)
-    console.print(f"report: {result.report()}", soft_wrap=True, highlight=False)
-    console.print(f"run directory: {result.path}", soft_wrap=True, highlight=False)
+    figure, report = result.plot(), result.report()  # also where nobody reads to the end
+    print_tables(result.tables())
+    for line in result.failures:
+        print(line)
+    print(f"figure: {figure}\nreport: {report}\nrun directory: {result.path}")

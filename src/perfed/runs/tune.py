@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,13 @@ from perfed.config import Comparison, Experiment, apply_override, parse
 from perfed.core.errors import ConfigError
 from perfed.core.streams import numpy_stream
 from perfed.report.layout import Table
+from perfed.runs.directory import RunDirectory
 from perfed.runs.result import headline
 from perfed.runs.study import Record, Study
 
 SEED = 1000
+NAME = "tune"  # of the files that hold the outcome
+FILE = f"{NAME}.json"
 Choice = tuple[tuple[str, Any], ...]
 """One value for each key of the grid."""
 
@@ -34,6 +38,12 @@ class Search:
     grid: Mapping[str, Sequence[Any]]
     seeds: tuple[int, ...] = (SEED,)
     trials: int | None = None
+
+    def __post_init__(self) -> None:
+        for key, values in self.grid.items():
+            for number, value in enumerate(values):
+                if value in values[:number]:
+                    raise ConfigError(f"{value} is there twice; give it once", f"--grid {key}")
 
     def choices(self) -> list[Choice]:
         keys = list(self.grid)
@@ -84,14 +94,63 @@ class Search:
             rows.append({"choice": dict(choice), "validation_accuracy": scores, "failed": failed})
         rows.sort(key=lambda row: -_mean(row["validation_accuracy"]))
         return {
-            "algorithm": self.experiment(self.choices()[0], self.seeds[0]).algorithm.label(),
-            "grid": {key: list(values) for key, values in self.grid.items()},
+            "algorithm": self.algorithm(),
+            "grid": self._plain_grid(),
             "seeds": list(self.seeds),
             "of": len(self.choices()),
             "trials": rows,
-            "config": self.experiment(self.choices()[0], self.seeds[0]).to_mapping(),
+            "config": self.config(),
             "environment": next((r["environment"] for r in records.values()), {}),
         }
+
+    def algorithm(self) -> str:
+        """What is tuned, with the options that it was given and that are not searched."""
+        experiments = [self.experiment(choice, self.seeds[0]) for choice in self.choices()]
+        names = dict.fromkeys(e.algorithm.registered_name for e in experiments)
+        given = self.values.get("algorithm")
+        options = [
+            f"{key}={shown_value(value)}"
+            for key, value in (given.items() if isinstance(given, Mapping) else ())
+            if key != "name" and f"algorithm.{key}" not in self.grid
+        ]
+        return ", ".join(names) + (f" ({', '.join(options)})" if options else "")
+
+    def config(self) -> dict[str, Any]:
+        """What all trials have in common: neither what is searched nor the seed."""
+        config = self._first().to_mapping()
+        for key in (*self.grid, "seed"):
+            *path, last = key.split(".")
+            node = config
+            for level in path:
+                node = node.get(level, {})
+            node.pop(last, None)
+        return config
+
+    def check_folder(self, folder: Path) -> None:
+        """A folder with another search is not written to; one with this search is gone on with."""
+        if not (folder / FILE).is_file():
+            return
+        difference = self._difference(RunDirectory(folder).read_json(FILE))
+        if difference:
+            raise ConfigError(
+                f"{folder} holds another search, with {difference}; choose another folder", "--out"
+            )
+
+    def _difference(self, earlier: Mapping[str, Any]) -> str:
+        """What another search's result says it was made with, if that is not the same as here."""
+        if earlier["grid"] != json.loads(json.dumps(self._plain_grid())):
+            return "another grid"
+        if earlier["seeds"] != list(self.seeds):
+            return "other seeds"
+        # Parsed, so that options that were not there then have their defaults.
+        same = replace(self, values=earlier["config"])._first() == self._first()
+        return "" if same else "another experiment"
+
+    def _first(self) -> Experiment:
+        return self.experiment(self.choices()[0], self.seeds[0])
+
+    def _plain_grid(self) -> dict[str, list[Any]]:
+        return {key: list(values) for key, values in self.grid.items()}
 
 
 def validation_accuracy(record: Record) -> float:
