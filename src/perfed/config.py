@@ -241,11 +241,22 @@ def load_yaml(text: str, where: str) -> Any:
 
 @functools.cache
 def _yaml_loader() -> Any:
-    """YAML 1.2's idea of a number: PyYAML takes 1e-3 for a string."""
+    """YAML 1.2's idea of a number, where PyYAML takes 1e-3 for a string, and of keys, of which
+    PyYAML takes the last of two that are equal."""
     import yaml
 
     class Loader(yaml.SafeLoader):
-        pass
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            seen = set()
+            for key, _ in node.value:
+                if not isinstance(key, yaml.ScalarNode):
+                    continue  # not a key of ours: refused elsewhere
+                if key.value in seen:
+                    raise yaml.MarkedYAMLError(
+                        problem=f"'{key.value}' is there twice", problem_mark=key.start_mark
+                    )
+                seen.add(key.value)
+            return super().construct_mapping(node, deep)
 
     pattern = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)$")
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", pattern, list("-+.0123456789"))

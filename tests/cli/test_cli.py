@@ -73,6 +73,7 @@ def test_bad_input_is_one_line_exit_2_and_nothing_written(
     ("content", "message"),
     [
         ("a: [", "is not valid YAML"),
+        ("rounds: 3\nrounds: 4\n", "'rounds' is there twice"),
         ("- 1", "holds no keys and values"),
         ("", "holds no keys and values"),
     ],
