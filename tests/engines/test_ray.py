@@ -373,7 +373,10 @@ def test_ctrl_c_leaves_nothing_running(tmp_path: Path) -> None:
     assert len([command for command in alive() if b"Bank" in command]) == 2
     os.killpg(process.pid, signal.SIGINT)
     _, error = process.communicate(timeout=60)
-    assert error.strip() == f"interrupted; continue with: perfed run --resume {run}"
+    start, _, end = error.partition("\n\n")
+    assert start.startswith(f"run directory: {run}; ")
+    assert len(start.splitlines()) == 4  # and which clients have which network
+    assert end.strip() == f"interrupted; continue with: perfed run --resume {run}"
     assert process.returncode == 130
     deadline = time.monotonic() + 30  # for what is still on its way out
     while left := alive():
