@@ -170,3 +170,17 @@ def test_a_built_module_is_sent_with_its_weights() -> None:
     made = sent.build((3,), 2)
     assert (made.weight == module.weight).all()
     assert made.weight is not module.weight
+
+
+def test_options_without_a_dataclass_are_spoken_of(tmp_path: Path) -> None:
+    file = tmp_path / "forgotten.py"
+    file.write_text(
+        "from perfed.algorithms.local import Local\n"
+        "from perfed.core.schema import option\n"
+        "class Forgotten(Local):\n"
+        "    strength: float = option(1.0, 'how much')\n"
+    )
+    with pytest.raises(ConfigError, match="Forgotten' has options but is no dataclass: write @"):
+        algorithms.build({"name": f"{file}:Forgotten", "strength": 2})
+    with pytest.raises(ConfigError, match="option' is not an algorithm class"):
+        algorithms.build(f"{file}:option")

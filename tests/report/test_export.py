@@ -27,9 +27,11 @@ def test_what_is_exported_is_what_the_runs_hold(
             mine = (table["algorithm"] == experiment.algorithm.label()) & (
                 table["seed"] == experiment.seed
             )
-            found = table[mine].drop(columns=["algorithm", "seed"]).reset_index(drop=True)
+            assert set(table[mine]["run"]) == {str(result.path)}
+            found = table[mine].drop(columns=["algorithm", "seed", "run"]).reset_index(drop=True)
             pd.testing.assert_frame_equal(found, frame, check_dtype=False)
-    export([comparison.path], tmp_path / "out", kind)  # again, in the same place
+    export([comparison.path] * 2, tmp_path / "out", kind)  # again, in the same place
+    assert len(READ[kind](files[0])) == len(rounds)  # and what is named twice is there once
 
 
 def test_bad_wishes_leave_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -205,6 +205,23 @@ def test_what_is_not_an_experiment_is_refused_in_a_line() -> None:
         perfed.compare("digits-groups")  # type: ignore[arg-type]
 
 
+def test_what_is_not_finished_says_so(tmp_path: Path) -> None:
+    class Stop(perfed.Callback):
+        def on_round(self, report: Any) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        perfed.run(tiny(), tmp_path / "run", callbacks=[Stop()])
+    stopped = perfed.Result(tmp_path / "run")
+    assert stopped.table().endswith("Not finished: after round 1 of 3.")
+    with pytest.raises(RunError, match=r"has no models: .* perfed run --resume"):
+        stopped.model(0)
+    finished = perfed.resume(stopped.path, how=perfed.Execution(save_models=False))
+    assert "Not finished" not in finished.table()
+    with pytest.raises(RunError, match="has no models: it was told to keep none"):
+        finished.model(0)
+
+
 def test_a_line_that_is_not_json_is_named(tmp_path: Path) -> None:
     result = perfed.run(tiny(), tmp_path / "run")
     with open(result.path / "rounds.jsonl", "a") as file:

@@ -134,6 +134,11 @@ class Registry(Generic[C]):
             raise ConfigError(f"'{name}' is not {article} {self.kind} class", "name")
         if found.registry is not self:
             raise ConfigError(f"'{name}' is for {found.registry.kind}, not {self.kind}", "name")
+        if any(isinstance(value, dataclasses.Field) for value in vars(found).values()):
+            line = "@dataclass(frozen=True)"
+            raise ConfigError(
+                f"'{name}' has options but is no dataclass: write {line} above", "name"
+            )
         return found  # type: ignore[return-value]
 
 

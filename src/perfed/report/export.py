@@ -20,8 +20,8 @@ FORMATS = ("csv", "parquet")
 
 def frames(runs: Sequence[Run]) -> dict[str, pd.DataFrame]:
     """``rounds``: a row for every run, evaluated round and model kind. ``clients``: one for every
-    client in these. The run's algorithm and seed come first; rounds count from 0, as in the run
-    directory."""
+    client in these. The run's algorithm, seed and directory come first; rounds count from 0, as in
+    the run directory."""
     return {
         "rounds": _stacked(runs, lambda run: run.result.per_round()),
         "clients": _stacked(runs, lambda run: run.result.per_client()),
@@ -52,6 +52,7 @@ def _stacked(runs: Sequence[Run], frame: Callable[[Run], pd.DataFrame]) -> pd.Da
         table = frame(run)
         table.insert(0, "algorithm", run.label)
         table.insert(1, "seed", run.seed)
+        table.insert(2, "run", str(run.path))
         tables.append(table)
     return pd.concat(tables, ignore_index=True)
 

@@ -221,7 +221,8 @@ class Series:
 
 
 def read(paths: Sequence[Path]) -> list[Run]:
-    """The runs of run directories and comparisons, those that have begun."""
+    """The runs of run directories and comparisons, those that have begun; each once."""
+    paths = list({path.resolve(): path for path in paths}.values())
     found = [
         (Result(folder), name)
         for path, name in zip(paths, _distinct_names(paths), strict=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -228,6 +229,10 @@ class Result:
 
     def model(self, client: int, kind: str | None = None) -> nn.Module:
         """A client's final model, in evaluation mode (personal where there is one)."""
+        if not (self.path / "models").is_dir():
+            way = f"they come at its end: perfed run --resume {self.path}"
+            kept = "it was told to keep none" if self._directory.finished else way
+            raise RunError(f"{self.path} has no models: {kept}")
         index = self._directory.read_json("models/index.json")
         if not 0 <= client < len(index["clients"]):
             raise RunError(f"no client {client}: they are 0 … {len(index['clients']) - 1}")
@@ -246,7 +251,12 @@ class Result:
     def tables(self) -> list[Table]:
         from perfed.report.tables import summary
 
-        return [summary([self.summary])]
+        table = summary([self.summary])
+        if not self.summary["finished"]:
+            so_far = f"Not finished: after round {self.summary['rounds']} of "
+            note = f"{table.note}\n{so_far}{self.experiment.rounds}."
+            table = dataclasses.replace(table, note=note)
+        return [table]
 
     def plot(self, path: str | Path | None = None) -> Path:
         """Accuracy by round and by communication, as a PNG or PDF file."""
