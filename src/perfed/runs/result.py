@@ -230,9 +230,7 @@ class Result:
     def model(self, client: int, kind: str | None = None) -> nn.Module:
         """A client's final model, in evaluation mode (personal where there is one)."""
         if not (self.path / "models").is_dir():
-            way = f"they come at its end: perfed run --resume {self.path}"
-            kept = "it was told to keep none" if self._directory.finished else way
-            raise RunError(f"{self.path} has no models: {kept}")
+            raise RunError(f"{self.path} has no models: {self._where_models_are()}")
         index = self._directory.read_json("models/index.json")
         if not 0 <= client < len(index["clients"]):
             raise RunError(f"no client {client}: they are 0 … {len(index['clients']) - 1}")
@@ -243,6 +241,13 @@ class Result:
         architecture = architectures.build(index["architectures"][entry["architecture"]])
         module = build_module(architecture, tuple(index["input_shape"]), index["classes"])
         return load_model(self.path / "models" / (files[kind] if kind else headline(files)), module)
+
+    def _where_models_are(self) -> str:
+        if (self.path / "federation.json").is_file():
+            return "they are at their sites"
+        if self._directory.finished:
+            return "it was told to keep none"
+        return f"they come at its end: perfed run --resume {self.path}"
 
     def table(self) -> str:
         """The summary as plain text."""
