@@ -13,14 +13,7 @@ import pytest
 from perfed.cli import main
 from perfed.engines import Execution
 from perfed.runs import Callback, RoundReport, run
-from tests.conftest import TINY, tiny
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> Path:
-    path = tmp_path / "tiny.yaml"
-    path.write_text(json.dumps(TINY))
-    return path
+from tests.conftest import tiny
 
 
 def perfed(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:

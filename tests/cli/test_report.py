@@ -1,6 +1,5 @@
 """``perfed report``, ``perfed export``, and what ``perfed run`` tells trackers."""
 
-import json
 import os
 import signal
 import subprocess
@@ -12,14 +11,6 @@ import pandas as pd
 import pytest
 
 from tests.cli.test_cli import perfed
-from tests.conftest import TINY
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> Path:
-    path = tmp_path / "tiny.yaml"
-    path.write_text(json.dumps(TINY))
-    return path
 
 
 def test_a_run_ends_with_a_report_to_open_and_more_can_be_made_of_it(

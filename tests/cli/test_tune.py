@@ -6,16 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.cli.test_cli import perfed
-from tests.conftest import TINY
 
 GRID = ["--grid", "training.learning_rate=0.1,0.01"]
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> Path:
-    path = tmp_path / "tiny.yaml"
-    path.write_text(json.dumps(TINY))
-    return path
 
 
 @pytest.mark.parametrize(

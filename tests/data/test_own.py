@@ -16,9 +16,10 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 import perfed
 from perfed import Split, datasets, partitions
 from perfed.core.errors import ConfigError
+from perfed.core.notices import say_once
 from perfed.data import build_federation
 from perfed.data.datasets import Samples
-from perfed.data.likeness import check_alike, oddities, say_once
+from perfed.data.likeness import check_alike, oddities
 from tests.conftest import tiny
 from tests.data import own_files
 

@@ -11,10 +11,10 @@ from typing import Any, Literal
 import numpy as np
 
 from perfed.core.errors import ConfigError
+from perfed.core.notices import say_once
 from perfed.core.schema import Options, option
 from perfed.core.streams import numpy_stream
 from perfed.data.datasets import Dataset, Samples, with_spare
-from perfed.data.likeness import say_once
 from perfed.data.partition import Given, Partition, held_by, move_to_minimum
 
 FreshMix = Literal["test", "held"]

@@ -6,19 +6,16 @@ say little about it. Nothing here stops a run unless it cannot work: shapes that
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from perfed.core.errors import ConfigError, shape_text
+from perfed.core.notices import say_once
 
 LOOKED_AT = 1000  # samples of each
 FAR = 2.0  # deviations between the means
 WIDE = 3.0  # times the deviation
-
-log = logging.getLogger("perfed")
 
 
 def check_alike(
@@ -93,9 +90,3 @@ def _range(x: np.ndarray) -> str:
 
 def _few(sizes: Sequence[str]) -> str:
     return ", ".join(sizes[:2]) + (f" and {len(sizes) - 2} other sizes" if len(sizes) > 2 else "")
-
-
-@functools.cache
-def say_once(line: str) -> None:
-    """Once: a comparison loads its data for every run."""
-    log.warning("%s", line)

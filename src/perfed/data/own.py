@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from perfed.core.errors import ConfigError, DataError, shape_text
+from perfed.core.notices import say_once
 from perfed.core.schema import option
 from perfed.data.datasets import (
     Dataset,
@@ -27,7 +28,7 @@ from perfed.data.datasets import (
     hold_out_public,
     scaled,
 )
-from perfed.data.likeness import check_alike, say_once
+from perfed.data.likeness import check_alike
 
 BY_CLIENT_HELP = (
     "'path' holds a folder of pictures, or a file, for each client, named like it; "

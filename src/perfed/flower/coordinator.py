@@ -54,7 +54,7 @@ from perfed.runs.coordinator import (
     drive,
     summaries,
 )
-from perfed.runs.directory import RunDirectory, environment
+from perfed.runs.directory import FEDERATION, RunDirectory, environment
 from perfed.runs.result import Result
 
 Say = Callable[[str], None]
@@ -503,11 +503,10 @@ class FederatedRun(Coordinator):
         return Header(kind, self.run, round, self._public)
 
     def _run_id(self) -> str:
-        name = "federation.json"
-        if not (self._directory.path / name).is_file():
+        if not (self._directory.path / FEDERATION).is_file():
             run = f"{self.experiment.name}-{uuid.uuid4().hex[:12]}"
-            self._directory.write_json(name, {"run": run, "public": self._public})
-        recorded = self._directory.read_json(name)
+            self._directory.write_json(FEDERATION, {"run": run, "public": self._public})
+        recorded = self._directory.read_json(FEDERATION)
         if recorded["public"] != self._public:
             raise RunError(f"{self._directory.path} was begun with another public set")
         run_id: str = recorded["run"]
@@ -567,7 +566,7 @@ def coordinate(path: Path, transport: Transport, say: Say = print) -> Result:
     with chdir(path.absolute().parent):
         folder = Path(options.directory).absolute()
         if not (folder / "config.yaml").is_file():
-            if not (folder / "federation.json").is_file():  # else killed before its first line
+            if not (folder / FEDERATION).is_file():  # else killed before its first line
                 RunDirectory.create(folder)
         elif parse(read_mapping(folder / "config.yaml")) != options.experiment:
             raise RunError(

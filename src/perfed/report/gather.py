@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -134,7 +133,7 @@ class Run:
     @property
     def stopped(self) -> bool:
         """It has not ended, and nobody works on it."""
-        going_on = in_use(self.path)  # asked first: a run may end meanwhile
+        going_on = self.directory.in_use()  # asked first: a run may end meanwhile
         return not going_on and not self.over
 
     @property
@@ -249,18 +248,6 @@ def _folders(path: Path) -> list[Path]:
     return [path]
 
 
-def in_use(folder: Path) -> bool:
-    """Whether a process works on a run: the lock goes with the process, however it ends."""
-    if not (folder / LOCK).is_file():
-        return False
-    with open(folder / LOCK) as file:
-        try:  # shared, so that two reports do not take each other for the run
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            return True
-    return False
-
-
 def written(paths: Sequence[Path]) -> dict[str, int]:
     """How much each run has written so far, and whether it goes on; changes when there is
     something new to show."""
@@ -271,7 +258,7 @@ def written(paths: Sequence[Path]) -> dict[str, int]:
             f"{folder}/{name}": size for name, size in RunDirectory(folder).log_sizes().items()
         }
         sizes |= {f"{folder}/{name}": 1 for name in ended}
-        sizes[f"{folder}/{LOCK}"] = in_use(folder)
+        sizes[f"{folder}/{LOCK}"] = RunDirectory(folder).in_use()
     return sizes
 
 

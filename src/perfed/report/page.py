@@ -17,6 +17,7 @@ from perfed.report.charts import Chart, charts, listed
 from perfed.report.gather import Run, Series
 from perfed.report.svg import inline_svg
 from perfed.report.tables import FOOTNOTE, HEADER, Row, against_local, cells, quantity, rows
+from perfed.runs.directory import FEDERATION
 
 GROUND = ("#f6f6f4", "#141518")
 RELOAD_SECONDS = 4
@@ -218,7 +219,7 @@ def _progress(run: Run) -> str:
 
 
 def _way_on(run: Run, paths: Sequence[Path]) -> str:
-    if (run.path / "federation.json").is_file():
+    if (run.path / FEDERATION).is_file():
         return f"To go on with {run.path}, start its coordinator again."
     whole = run.path if run.path in paths else run.path.parent  # the comparison it is of
     return f"To go on: perfed run --resume {whole}"

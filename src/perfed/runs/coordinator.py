@@ -286,9 +286,7 @@ def check_finite(round: int, tensors: Mapping[str, Sequence[tuple[str, torch.Ten
 
 
 def diverged(round: int, name: str, owner: str) -> Diverged:
-    return Diverged(
-        f"round {round}: '{name}' of {owner} is not finite; "
-        "a smaller training.learning_rate may help"
-        if round >= 0
-        else f"'{name}' of {owner} is not finite before any training: the network gives no numbers"
-    )
+    what = f"'{name}' of {owner} is not finite"
+    if round < 0:
+        return Diverged(f"{what} before any training: the network gives no numbers")
+    return Diverged(f"round {round}: {what}; a smaller training.learning_rate may help")

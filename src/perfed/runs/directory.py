@@ -42,6 +42,7 @@ from perfed.core.tensorfile import write_atomically
 from perfed.engines.store import PREFIX as STORE_PREFIX
 
 LOCK = ".lock"
+FEDERATION = "federation.json"  # there where clients are sites, and keep their models
 LOGS = ("rounds.jsonl", "clients.jsonl", "timing.jsonl")
 
 
@@ -79,6 +80,17 @@ class RunDirectory:
                         raise RunError(f"{self.path} is in use by another process") from None
                     time.sleep(patience)
             yield
+
+    def in_use(self) -> bool:
+        """Whether a process works on it."""
+        if not (self.path / LOCK).is_file():
+            return False
+        with open(self.path / LOCK) as file:
+            try:  # shared, so that two that look do not take each other for a run
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError:
+                return True
+        return False
 
     def write_json(self, name: str, values: Any) -> None:
         write_atomically(

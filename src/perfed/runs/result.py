@@ -16,7 +16,7 @@ from perfed.core.algorithm import Adjusted, ClassPrior, Judged, Mixture, mixed_l
 from perfed.core.errors import RunError
 from perfed.core.metrics import PARTS, QUANTITIES
 from perfed.models import architectures, build_module
-from perfed.runs.directory import RunDirectory
+from perfed.runs.directory import FEDERATION, RunDirectory
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -243,7 +243,7 @@ class Result:
         return load_model(self.path / "models" / (files[kind] if kind else headline(files)), module)
 
     def _where_models_are(self) -> str:
-        if (self.path / "federation.json").is_file():
+        if (self.path / FEDERATION).is_file():
             return "they are at their sites"
         if self._directory.finished:
             return "it was told to keep none"
@@ -256,12 +256,12 @@ class Result:
     def tables(self) -> list[Table]:
         from perfed.report.tables import summary
 
-        table = summary([self.summary])
-        if not self.summary["finished"]:
-            so_far = f"Not finished: after round {self.summary['rounds']} of "
-            note = f"{table.note}\n{so_far}{self.experiment.rounds}."
-            table = dataclasses.replace(table, note=note)
-        return [table]
+        numbers = self.summary
+        table = summary([numbers])
+        if numbers["finished"]:
+            return [table]
+        so_far = f"Not finished: after round {numbers['rounds']} of {self.experiment.rounds}."
+        return [dataclasses.replace(table, note=f"{table.note}\n{so_far}")]
 
     def plot(self, path: str | Path | None = None) -> Path:
         """Accuracy by round and by communication, as a PNG or PDF file."""

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from perfed.core.notices import say_once
 from perfed.core.streams import seed_generators
 from perfed.core.tree import Weights
 from perfed.engines.base import Job, Logits, Request, Sgd
@@ -126,7 +127,7 @@ class StackedEngine(LocalEngine):
 
     def _ask(self, ask: Callable[[Request], Any], request: Request) -> Any:
         if isinstance(request, Sgd) and objective_key(request.objective) is None:
-            _say_once(
+            say_once(
                 "an objective that closes over more than numbers, names and options trains one "
                 "client at a time: hand tensors to client.sgd as inputs instead"
             )
@@ -343,8 +344,3 @@ class JobStreams:
             seed_generators(self._jobs[number].key())
         yield
         self._states[number] = torch.get_rng_state()
-
-
-@functools.cache
-def _say_once(text: str) -> None:
-    log.warning(text)
