@@ -93,17 +93,15 @@ PARTITIONS: dict[str, dict[str, dict[str, Any]]] = {
         "Dir(0.5)": SKEWED | {"alpha": 0.5},
     },
 }
-PARTITIONS["vgg"] = PARTITIONS["cifar"]
-PARTITIONS["mixed"] = {name: PARTITIONS["cifar"][name] for name in ("5 groups", "Dir(0.01)")}
+PARTITIONS["vgg"] = PARTITIONS["mixed"] = PARTITIONS["cifar"]
 # What is looked for on the tuning seeds: λ of the methods that have one, down to 0.1, and further
-# up until it gets worse (with VGG11 as far as time allowed). Mixed networks have the preset's.
+# up until it gets worse (with VGG11 as far as time allowed). Mixed networks have that of VGG11.
 GRID: dict[str, dict[str, tuple[float, ...]]] = {
     "digits": {"perfed-ckt": (0.1, 0.5, 2.0, 8.0, 32.0, 128.0), "ditto": (0.1, 1.0, 10.0)},
     "cifar": {"perfed-ckt": (0.1, 0.5, 2.0, 8.0), "ditto": (0.1, 1.0, 10.0)},
     "vgg": {"perfed-ckt": (0.1, 0.5, 2.0, 8.0), "ditto": (0.1, 1.0)},
 }
-# GPU time was short: these were run once, when 0.5 was thought best, and not with what was found.
-EARLIER = {"vgg": dict.fromkeys(PARTITIONS["vgg"], ("c=4",)) | {"Dir(0.01)": ("c=2", "c=4")}}
+TUNED_AS = {"mixed": "vgg"}
 CLUSTERS = {"perfed-ckt": {"clusters": 3}}
 # All methods have the preset's step size. Whether that is fair is looked at with fewer trials.
 STEP_SIZES = (0.01, 0.05, 0.2)
@@ -133,9 +131,7 @@ def is_asked(judge: str, partition: str, method: str) -> bool:
 def methods(family: str, partition: str) -> dict[str, dict[str, Any]]:
     """Those of the preset by name, with the λ found for the partition; local training once more,
     and more caution."""
-    chosen: dict[str, float] = {}
-    if family in GRID:
-        chosen = result(f"successor_tune_{family}")["chosen"][partition]
+    chosen = result(f"successor_tune_{TUNED_AS.get(family, family)}")["chosen"][partition]
     found: dict[str, dict[str, Any]] = {}
     for listed in read_mapping(f"successor-{family}")["algorithms"]:
         algorithm = dict(listed) if isinstance(listed, dict) else {"name": listed}
@@ -143,10 +139,7 @@ def methods(family: str, partition: str) -> dict[str, dict[str, Any]]:
         if name in chosen:
             algorithm["weight"] = chosen[name]
         short = {"perfed-evidence": "evidence", "perfed-ckt": f"c={algorithm.get('clusters')}"}
-        method = short.get(name, name)
-        if method in EARLIER.get(family, {}).get(partition, ()):
-            algorithm["weight"] = 0.5
-        found[method] = algorithm
+        found[short.get(name, name)] = algorithm
     again = {"name": "local-again", "participation": "drawn"}
     return found | {"local again": again, "cautious": found["evidence"] | {"caution": CAUTION}}
 
