@@ -102,6 +102,7 @@ GRID: dict[str, dict[str, tuple[float, ...]]] = {
     "vgg": {"perfed-ckt": (0.1, 0.5, 2.0, 8.0), "ditto": (0.1, 1.0)},
 }
 TUNED_AS = {"mixed": "vgg"}
+MIDDLE = 0.5  # of what was tried with VGG11; mixed networks have PerFed-CKT with this λ too
 CLUSTERS = {"perfed-ckt": {"clusters": 3}}
 # All methods have the preset's step size. Whether that is fair is looked at with fewer trials.
 STEP_SIZES = (0.01, 0.05, 0.2)
@@ -140,6 +141,8 @@ def methods(family: str, partition: str) -> dict[str, dict[str, Any]]:
             algorithm["weight"] = chosen[name]
         short = {"perfed-evidence": "evidence", "perfed-ckt": f"c={algorithm.get('clusters')}"}
         found[short.get(name, name)] = algorithm
+        if name == "perfed-ckt" and family in TUNED_AS:
+            found[f"{short[name]} at {MIDDLE}"] = algorithm | {"weight": MIDDLE}
     again = {"name": "local-again", "participation": "drawn"}
     return found | {"local again": again, "cautious": found["evidence"] | {"caution": CAUTION}}
 

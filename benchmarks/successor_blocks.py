@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from committed import ROOT, machine, result
-from successor import CAUTION
+from successor import CAUTION, MIDDLE
 
 from perfed.report import layout
 from perfed.report.layout import Table
@@ -29,10 +29,11 @@ NAMES = {
     "local again": "local, other mini-batches",
     "evidence": "**PerFed-Evidence**",
     "cautious": f"**PerFed-Evidence**, {CAUTIOUS}",
-    "c=1": "PerFed-CKT c=1",
-    "c=2": "PerFed-CKT c=2",
-    "c=3": "PerFed-CKT c=3",
-    "c=4": "PerFed-CKT c=4",
+    **{
+        f"c={clusters}{weight}": f"PerFed-CKT c={clusters}"
+        for weight in ("", f" at {MIDDLE}")
+        for clusters in (1, 2, 3, 4)
+    },
     "fedavg": "FedAvg",
     "ditto": "Ditto",
     "fedfomo": "FedFomo",
@@ -267,13 +268,15 @@ def families() -> str:
     note = (
         "Points above the client's own local model, means over settings; seeds "
         f"{result('successor_digits')['seeds']}. Harmed: clients more than {HARM:g} points below; "
-        f"of local training run again, by chance, {_chance('digits')} % with digits and "
-        f"{_chance('cifar')} % with the CNN (PerFed-Evidence contains the local model it is "
-        "compared with). "
+        f"of local training run again, by chance, {_chance('digits')} % with digits, "
+        f"{_chance('cifar')} % with the CNN and {_chance('vgg')} % with VGG11 (PerFed-Evidence "
+        "contains the local model it is compared with). "
         "CIFAR-10 is judged by 2,000 fresh samples for each client, the digits by clients' own. "
-        "PerFed-CKT and Ditto have a λ found for each setting, mixed networks one for all. "
+        "PerFed-CKT and Ditto have a λ found for each setting; mixed networks have that of VGG11, "
+        "which does not suit PerFed-CKT. "
         f"A round takes {_bytes('digits')} with digits, {_bytes('cifar')} with the CNN, "
-        f"{_bytes('vgg')} with VGG11."
+        f"{_bytes('vgg')} with VGG11; with mixed networks as much, but for Ditto's "
+        f"{_ditto_bytes()}."
     )
     return layout.markdown([Table("", header, rows, note)])
 
@@ -289,6 +292,13 @@ def _bytes(family: str) -> str:
     sizes = {row["method"]: row["bytes_per_round"] for row in result(f"successor_{family}")["rows"]}
     one, two, three = (quantity(sizes[method], "B") for method in ("c=3", "evidence", "ditto"))
     return f"{one}, {two} and {three}"
+
+
+def _ditto_bytes() -> str:
+    """What Ditto sends in a round where networks are mixed: it depends on who has which."""
+    rows = [row for row in result("successor_mixed")["rows"] if row["method"] == "ditto"]
+    sizes = sorted(row["bytes_per_round"] for row in rows)
+    return f"{quantity(sizes[0], 'B')} to {quantity(sizes[-1], 'B')}"
 
 
 def first_hand() -> str:
