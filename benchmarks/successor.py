@@ -20,7 +20,6 @@ the partition gave it, not by its own test samples, of which it may have ten.
 
 from __future__ import annotations
 
-import itertools
 import json
 import statistics
 import sys
@@ -183,27 +182,21 @@ def _folder_name(text: str) -> str:
     return "".join(c if c.isalnum() or c in "-=." else "_" for c in text)
 
 
+# Runs by name, of each value tried for λ, of each thing that it is looked for.
+Trials = dict[tuple[Any, ...], dict[float | None, dict[str, Experiment]]]
+
+
 def tune(family: str, how: Execution, folder: Path) -> None:
     """λ of each method, for each partition."""
-    trials: dict[tuple[str, str], dict[float, list[str]]] = {}
-    experiments = {}
-    for method, weights in GRID[family].items():
-        for weight in weights:
-            for partition in PARTITIONS[family]:
-                for seed in TUNING_SEEDS:
-                    name = _folder_name(f"{partition}-{method}-{weight:g}-seed{seed}")
-                    tried = {"name": method, "weight": weight, **CLUSTERS.get(method, {})}
-                    # Only validation data are looked at.
-                    what = experiment(family, partition, tried, seed)
-                    experiments[name] = replace(what, **JUDGES["own"])
-                    trials.setdefault((partition, method), {}).setdefault(weight, []).append(name)
-    study = Study(folder / f"successor-tune-{family}", experiments)
-    study.run(how, side_by_side=how.device == "cuda")
-    records = study.records()
+    trials: Trials = {
+        (partition, method): {w: trial(family, partition, method, w) for w in weights}
+        for method, weights in GRID[family].items()
+        for partition in PARTITIONS[family]
+    }
+    found, records = searched(trials, how, folder / f"successor-tune-{family}")
     scores: dict[str, dict[str, dict[str, float]]] = {}
-    chosen: dict[str, dict[str, float]] = {}
-    for (partition, method), by_weight in trials.items():
-        mean = {w: _validation_accuracy(records, names) for w, names in by_weight.items()}
+    chosen: dict[str, dict[str, float | None]] = {}
+    for (partition, method), mean in found.items():
         scores.setdefault(partition, {})[method] = {f"{w:g}": mean[w] for w in mean}
         chosen.setdefault(partition, {})[method] = max(mean, key=lambda weight: mean[weight])
     content = {"validation_accuracy": scores, "chosen": chosen, "seeds": TUNING_SEEDS}
@@ -212,31 +205,51 @@ def tune(family: str, how: Execution, folder: Path) -> None:
 
 def steps(family: str, how: Execution, folder: Path) -> None:
     """Methods at several step sizes, each with the best of a few λ there."""
-    trials: dict[tuple[str, str, float], dict[float | None, list[str]]] = {}
-    experiments = {}
-    for partition in ("5 groups", "Dir(0.1)"):
-        for method, weights in STEP_WEIGHTS.items():
-            for weight, step in itertools.product(weights, STEP_SIZES):
-                tried = {"name": method, **CLUSTERS.get(method, {})}
-                tried |= {"participation": "drawn"} if weight is None else {"weight": weight}
-                for seed in TUNING_SEEDS:
-                    name = _folder_name(f"{partition}-{method}-{weight}-{step}-seed{seed}")
-                    what = experiment(family, partition, tried, seed)
-                    training = replace(what.training, learning_rate=step)
-                    experiments[name] = replace(what, training=training, **JUDGES["own"])
-                    of_step = trials.setdefault((partition, method, step), {})
-                    of_step.setdefault(weight, []).append(name)
-    study = Study(folder / f"successor-steps-{family}", experiments)
-    study.run(how, side_by_side=how.device == "cuda")
-    records = study.records()
+    trials: Trials = {
+        (partition, method, step): {w: trial(family, partition, method, w, step) for w in weights}
+        for partition in ("5 groups", "Dir(0.1)")
+        for method, weights in STEP_WEIGHTS.items()
+        for step in STEP_SIZES
+    }
+    found, records = searched(trials, how, folder / f"successor-steps-{family}")
     rows = []
-    for (partition, method, step), by_weight in trials.items():
-        mean = {w: _validation_accuracy(records, names) for w, names in by_weight.items()}
+    for (partition, method, step), mean in found.items():
         best = max(mean, key=lambda weight: mean[weight])
         row = {"partition": partition, "method": method, "step_size": step, "weight": best}
         rows.append(row | {"validation_accuracy": mean[best]})
     content = {"rows": rows, "weights": STEP_WEIGHTS, "seeds": TUNING_SEEDS}
     _write(f"successor_steps_{family}.json", content | _origin(family, records, JUDGES["own"]))
+
+
+def trial(
+    family: str, partition: str, method: str, weight: float | None, step: float | None = None
+) -> dict[str, Experiment]:
+    """A run for each tuning seed. Only its validation data are looked at."""
+    tried = {"name": method, **CLUSTERS.get(method, {})}
+    tried |= {"participation": "drawn"} if weight is None else {"weight": weight}
+    runs = {}
+    for seed in TUNING_SEEDS:
+        what = replace(experiment(family, partition, tried, seed), **JUDGES["own"])
+        if step is not None:
+            what = replace(what, training=replace(what.training, learning_rate=step))
+        name = "-".join(f"{part:g}" for part in (weight, step) if part is not None)
+        runs[_folder_name(f"{partition}-{method}-{name}-seed{seed}")] = what
+    return runs
+
+
+def searched(
+    trials: Trials, how: Execution, folder: Path
+) -> tuple[dict[tuple[Any, ...], dict[float | None, float]], Mapping[str, Record]]:
+    """Of every trial the validation accuracy, mean over clients and tuning seeds."""
+    everything = [runs for by_weight in trials.values() for runs in by_weight.values()]
+    study = Study(folder, {name: what for runs in everything for name, what in runs.items()})
+    study.run(how, side_by_side=how.device == "cuda")
+    records = study.records()
+    found = {
+        key: {weight: _validation_accuracy(records, list(runs)) for weight, runs in values.items()}
+        for key, values in trials.items()
+    }
+    return found, records
 
 
 def _validation_accuracy(records: Mapping[str, Record], names: Sequence[str]) -> float:
