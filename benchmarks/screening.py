@@ -1,6 +1,6 @@
 """Which ideas were tried on the way to PerFed-Evidence, and what each gave.
 
-    python benchmarks/screening.py    five minutes on one core
+    python benchmarks/screening.py    twelve minutes on one core
 
 Handwritten digits only, and the seeds that settings are chosen by: this is how the algorithm was
 found, not how good it is (that is successor.py). The frame of PerFed-CKT is written here once more,
@@ -52,6 +52,9 @@ DIGITS = FAMILIES["digits"]
 HIDDEN = DIGITS["models"]["architectures"][0]["hidden"][0]
 CLUSTERS = 3
 CENTRAL_STEPS = 2000
+MOST_CLUSTERS = 5
+NO_STRUCTURE = 0.25  # a silhouette below it tells of no clusters (Kaufman and Rousseeuw)
+MOST_TRUST = 8.0  # λ_k is at most so many times λ, and at least that part of it
 
 Weights = list[Tensor]  # of all clients' networks, one behind the other along the first dimension
 
@@ -138,12 +141,13 @@ class Frame:
 
 @dataclass(frozen=True)
 class Lesson:
-    """For each drawn client: its teacher's soft decisions, the mix that they are spoken under, and
-    its own label mix."""
+    """For each drawn client: its teacher's soft decisions, the mix that they are spoken under, its
+    own label mix, and how much it trusts the teacher: λ_k by λ."""
 
     targets: Tensor
     attention: Tensor
     mixes: Tensor
+    trust: Tensor | float = 1.0
 
 
 def uniform(clients: int, classes: int) -> Tensor:
@@ -167,9 +171,27 @@ class Idea:
     by_content: bool = False  # public samples weigh as much as the teacher says about them
     first_hand: bool = False  # models trained alone speak, not those that are taught
     offsets: bool = False  # by label mixes; without, all mixes are uniform, which shifts nothing
+    trust: Callable[[Frame, Tensor, Tensor], Tensor] | None = None  # one λ for all
 
     def lesson(self, frame: Frame, drawn: Tensor) -> Lesson:
         return Lesson(frame.decisions[drawn], frame.mixes[drawn], frame.mixes[drawn])
+
+
+def by_noise(frame: Frame, drawn: Tensor, targets: Tensor) -> Tensor:
+    """Theorem 2's λ_k* = σ²/(υ²ν), with one υ for all: the fewer samples, the more trust."""
+    sizes = frame.clients.sizes["train"].float()
+    return limited(sizes.median() / sizes[drawn])
+
+
+def by_noise_and_distance(frame: Frame, drawn: Tensor, targets: Tensor) -> Tensor:
+    """With υ_k² too: the farther the teacher is from what the client says, the less trust."""
+    distance = (frame.decisions[drawn] - targets).square().sum((1, 2)).clamp(min=1e-6)
+    sizes = frame.clients.sizes["train"].float()
+    return limited(sizes.median() / sizes[drawn] * distance.median() / distance)
+
+
+def limited(trust: Tensor) -> Tensor:
+    return trust.clamp(1 / MOST_TRUST, MOST_TRUST)
 
 
 def by_cluster(frame: Frame, drawn: Tensor) -> Tensor:
@@ -177,6 +199,32 @@ def by_cluster(frame: Frame, drawn: Tensor) -> Tensor:
     random = numpy_stream(frame.clients.experiment.seed, "clusters", round=frame.round)
     centroids = cmeans(frame.decisions[frame.last], CLUSTERS, random)
     return torch.stack([centroids[nearest(centroids, own)] for own in frame.decisions[drawn]])
+
+
+def by_silhouette(frame: Frame, drawn: Tensor) -> Tensor:
+    """The same with as many clusters as have the best silhouette; if none has a good one, one."""
+    random = numpy_stream(frame.clients.experiment.seed, "clusters", round=frame.round)
+    heard = frame.decisions[frame.last]
+    best, chosen = NO_STRUCTURE, cmeans(heard, 1, random)
+    for clusters in range(2, MOST_CLUSTERS + 1):
+        centroids = cmeans(heard, clusters, random)
+        score = silhouette(heard, torch.stack([nearest(centroids, own) for own in heard]))
+        if score > best:
+            best, chosen = score, centroids
+    return torch.stack([chosen[nearest(chosen, own)] for own in frame.decisions[drawn]])
+
+
+def silhouette(decisions: Tensor, labels: Tensor) -> float:
+    """How much nearer clients are to those of their own cluster than to those of the next: the
+    mean of (b - a) / max(a, b), and 0 for one that is alone in its cluster."""
+    distance = torch.cdist(decisions.flatten(1), decisions.flatten(1))
+    member = one_hot(labels).float()  # (m, c)
+    total, size = distance @ member, member.sum(0)
+    own = total.gather(1, labels[:, None])[:, 0] / (size[labels] - 1)
+    other = (total / size).masked_fill(member.bool(), torch.inf).min(1).values
+    score = (other - own) / torch.maximum(other, own)
+    alone = (size[labels] == 1) | (member.shape[1] == 1)
+    return float(score.masked_fill(alone, 0.0).mean())
 
 
 def by_kin(frame: Frame, drawn: Tensor, temperature: float) -> Tensor:
@@ -198,11 +246,12 @@ class Opinions(Idea):
 
     def lesson(self, frame: Frame, drawn: Tensor) -> Lesson:
         targets = self.server(frame, drawn)
+        trust = self.trust(frame, drawn, targets) if self.trust else 1.0
         if not self.offsets:
-            return Lesson(targets, frame.mixes[drawn], frame.mixes[drawn])
+            return Lesson(targets, frame.mixes[drawn], frame.mixes[drawn], trust)
         spoken = targets.mean(1).clamp(min=SMALLEST_PROBABILITY)
         around = 0.9 * spoken + 0.1 / targets.shape[2]
-        return Lesson(targets, spoken, mix_around(frame.clients.counts[drawn], around))
+        return Lesson(targets, spoken, mix_around(frame.clients.counts[drawn], around), trust)
 
 
 @dataclass(frozen=True)
@@ -222,7 +271,9 @@ class Evidence(Idea):
         evidence = self.sharpness * self.pool(frame.decisions[frame.known], sizes)
         mixes = mixes_by_kin(frame, drawn) if self.kin_mixes else frame.mixes[drawn]
         attention = self.attention * mixes + (1 - self.attention) / mixes.shape[1]
-        return Lesson((evidence + attention.log()[:, None]).softmax(2), attention, mixes)
+        targets = (evidence + attention.log()[:, None]).softmax(2)
+        trust = self.trust(frame, drawn, targets) if self.trust else 1.0
+        return Lesson(targets, attention, mixes, trust)
 
 
 def omniscient(clients: Clients) -> Callable[[Tensor, Tensor], Tensor]:
@@ -359,7 +410,7 @@ def sgd(clients: Clients, idea: Idea, lesson: Lesson, weights: Weights, draw: Dr
             distance = idea.distance(said, target)
             if idea.by_content:
                 distance = distance * (target - lesson.attention[:, None]).square().sum(2)
-            loss = loss + idea.weight * distance.mean(1).sum()
+            loss = loss + idea.weight * (lesson.trust * distance.mean(1)).sum()
         gradients = torch.autograd.grad(loss, weights)
         rate = clients.experiment.training.learning_rate
         weights = [(w - rate * g).detach() for w, g in zip(weights, gradients, strict=True)]
@@ -375,7 +426,13 @@ TAUGHT = Evidence(weight=2, distance=divergence, first_hand=True)
 IDEAS: dict[str, dict[str, Idea]] = {
     "PerFed-CKT's server, c=3, λ=2": {
         "as printed": Opinions(2, offsets=False),
+        "c by silhouette, 1 to 5": Opinions(2, offsets=False, server=by_silhouette),
+        "λ_k by the client's samples": Opinions(2, offsets=False, trust=by_noise),
+        "λ_k by its samples and its distance from the centroid": Opinions(
+            2, offsets=False, trust=by_noise_and_distance
+        ),
         "label mixes as offsets": Opinions(2),
+        "label mixes as offsets, c by silhouette": Opinions(2, server=by_silhouette),
     },
     "offsets, and a teacher of its own for each client: others by likeness, λ=2": {
         "temperature 0.1": Opinions(2, server=partial(by_kin, temperature=0.1)),
@@ -403,6 +460,10 @@ IDEAS: dict[str, dict[str, Idea]] = {
         "KL instead of squares, λ=3": Evidence(weight=3, distance=divergence),
         "teacher sharpened ×1.5, λ=4": Evidence(sharpness=1.5),
         "teacher softened ×0.7, λ=4": Evidence(sharpness=0.7),
+        "λ_k by the client's samples, λ=4": Evidence(trust=by_noise),
+        "λ_k by its samples and its distance from the teacher, λ=4": Evidence(
+            trust=by_noise_and_distance
+        ),
         "samples weighted by what the teacher says, λ=8": Evidence(weight=8, by_content=True),
         "samples weighted by what the teacher says, λ=16": Evidence(weight=16, by_content=True),
         "label mixes around those of kin, λ=4": Evidence(kin_mixes=True),
