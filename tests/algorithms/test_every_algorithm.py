@@ -29,6 +29,7 @@ from perfed.core.channel import Channel
 from perfed.core.message import Message
 from perfed.core.tensorfile import decode, encode
 from tests.conftest import played, simulate, tiny
+from tests.engines.clients import working_client
 
 ALL = list(perfed.algorithms)
 
@@ -109,8 +110,8 @@ def test_a_client_first_drawn_in_round_300_starts_as_the_method_says() -> None:
     assert torch.allclose(scaffold.progress.state["mlp"]["control"]["1.weight"], mean, atol=1e-6)
     # Ditto: its personal model made its first steps from the initial one, not from the global.
     ditto, before = late("ditto")
-    fresh = simulate(algorithm="ditto", models={"architectures": ["mlp"]}).population._client(
-        5, 300
+    fresh = working_client(
+        simulate(algorithm="ditto", models={"architectures": ["mlp"]}).population, 5, 300
     )
     first = ditto.population.initial_weights("mlp")
     expected = fresh.sgd(first, partial(held_near, 1.0), before["mlp"].params)
@@ -119,7 +120,7 @@ def test_a_client_first_drawn_in_round_300_starts_as_the_method_says() -> None:
     # FedFomo: what it had before its first training is what it got by mixing, or its initial model.
     fomo, _ = late("fedfomo")
     start = fomo.population.records[5].state["before"]
-    client = fomo.population._client(5, 300)
+    client = working_client(fomo.population, 5, 300)
     again = client.sgd(start, perfed.core.algorithm.supervised)
     assert torch.equal(again.params["1.weight"], client.weights.params["1.weight"])
 

@@ -13,10 +13,12 @@ from perfed.core.channel import Channel
 from perfed.core.message import Message
 from perfed.core.streams import stream_key
 from perfed.core.tree import Weights
+from perfed.engines import SequentialEngine
 from perfed.engines.base import Sgd
 from perfed.runs.result import tensors_of
 from perfed.runs.simulation import Simulation
 from tests.conftest import played, simulate
+from tests.engines.clients import working_client
 
 MODELS = {"architectures": ["mlp", {"name": "cnn", "batchnorm": True}]}
 LOCAL = {"name": "local", "participation": "drawn"}
@@ -145,11 +147,13 @@ def test_fedfomo_sent_only_its_own_model_is_local_training() -> None:
     local = simulate(algorithm=LOCAL, models=MODELS)
     reference = local.population
     for round in range(4):
-        own = engine._client(2, round).weights
+        own = working_client(engine, 2, round).weights
         message = Message(candidates={"0": own, "1": own})
-        engine.commit(engine.run(algorithm.client_round, {2: message}, round)[1])
+        engine.commit(
+            SequentialEngine().run(engine, algorithm.client_round, {2: message}, round)[1]
+        )
         task = local.algorithm.client_round
-        reference.commit(reference.run(task, {2: Message()}, round)[1])
+        reference.commit(SequentialEngine().run(reference, task, {2: Message()}, round)[1])
     for mine, theirs in zip(engine.records[2].weights, reference.records[2].weights, strict=True):
         assert all(torch.allclose(mine[name], theirs[name], atol=1e-6) for name in theirs)
 
@@ -159,7 +163,7 @@ def test_fedfomo_ignores_candidates_that_do_not_help() -> None:
     engine, weigh = simulation.population, simulation.algorithm.weigh  # type: ignore[attr-defined]
     good = engine.initial_weights("mlp")
     bad = good._replace(params={n: t + 3 * torch.randn_like(t) for n, t in good.params.items()})
-    client = engine._client(0, 0)
+    client = working_client(engine, 0, 0)
     assert client.loss(bad, "validation") > client.loss(good, "validation")
     assert weigh(client, good, [good, bad, bad]).tolist() == [1, 0, 0]  # keeps its own
     assert weigh(client, bad, [bad, good]).tolist() == [0, 1]
@@ -213,7 +217,7 @@ def test_fedfomo_keeps_an_architectures_models_until_it_answers_again() -> None:
     engine = simulation.population
     mlp, cnn = (engine.architectures.index(a) for a in ("mlp", "cnn(batchnorm=True)"))
     for round, client in enumerate((mlp, cnn)):
-        model = engine._client(client, 0).weights
+        model = working_client(engine, client, 0).weights
         simulation._merge(round, {client: Message(model=model, amounts=torch.zeros(0))})
     bank = simulation.progress.state["bank"]
     assert set(bank["mlp"]) == {str(mlp)}
@@ -228,8 +232,8 @@ def test_feddf_students_approach_the_ensemble() -> None:
     longer = perfed.algorithms.build({"name": "feddf", "steps": 200, "rate": 0.01})
 
     def divergence(architecture: str, weights: Any) -> float:
-        client = simulation.population._client(
-            simulation.population.architectures.index(architecture), 0
+        client = working_client(
+            simulation.population, simulation.population.architectures.index(architecture), 0
         )
         said = client.soft_decisions(weights).log()
         return float(torch.nn.functional.kl_div(said, teacher, reduction="batchmean"))
@@ -237,6 +241,13 @@ def test_feddf_students_approach_the_ensemble() -> None:
     for architecture, student in simulation.progress.state.items():
         taught = longer.distil(server, architecture, student, teacher)  # type: ignore[attr-defined]
         assert divergence(architecture, taught) < 0.5 * divergence(architecture, student)
+
+
+def test_feddf_with_a_single_answer_is_fedavg_to_the_bit() -> None:
+    """A model cannot teach itself: what Adam would follow is the rounding of its own output."""
+    alone = {"clients": 1, "clients_per_round": 1, "partition": "iid"}
+    reference = models(after(2, "fedavg", **alone), "global")
+    assert_equal(models(after(2, {"name": "feddf", "steps": 3}, **alone), "global"), reference)
 
 
 def test_hypclusters_empty_cluster_stays_as_it_was() -> None:

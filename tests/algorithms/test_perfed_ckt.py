@@ -11,7 +11,9 @@ import perfed
 from perfed.core.message import Message
 from perfed.core.streams import stream_key, uniform_indices
 from perfed.core.tree import Weights
+from perfed.engines import SequentialEngine
 from tests.conftest import simulate, tiny
+from tests.engines.clients import working_client
 
 LINEAR = {"architectures": [{"name": "mlp", "hidden": []}]}
 
@@ -37,8 +39,8 @@ def test_one_step_is_the_papers_update_rule() -> None:
     )
     engine, client = simulation.population, 1
     centroids = torch.rand(2, 30, 10).softmax(-1)
-    replies, records = engine.run(
-        simulation.algorithm.client_round, {client: Message(centroids=centroids)}, round
+    replies, records = SequentialEngine().run(
+        engine, simulation.algorithm.client_round, {client: Message(centroids=centroids)}, round
     )
 
     before = engine.initial_weights("mlp(hidden=)").params
@@ -115,7 +117,7 @@ def test_one_cluster_teaches_the_plain_mean() -> None:
 def test_soft_decisions_are_probabilities_in_evaluation_mode() -> None:
     models = {"architectures": [{"name": "cnn", "batchnorm": True}]}
     simulation = simulate(models=models)
-    client = simulation.population._client(0, 0)
+    client = working_client(simulation.population, 0, 0)
     first, second = client.soft_decisions(), client.soft_decisions()
     assert first.shape == (30, 10)
     assert torch.allclose(first.sum(1), torch.ones(30))
@@ -136,7 +138,7 @@ def test_how_public_batches_treat_batchnorm(mode: str) -> None:
         training={"steps": 1, "batch_size": 4, "public_batch_size": 6, "public_batchnorm": mode},
     )
     engine = simulation.population
-    client = engine._client(0, 0)
+    client = working_client(engine, 0, 0)
     seen: dict[str, torch.Tensor] = {}
 
     def objective(model, private, public, teacher):  # type: ignore[no-untyped-def]
@@ -172,12 +174,12 @@ def test_a_client_keeps_its_model_and_buffers_until_drawn_again() -> None:
     simulation = simulate(models={"architectures": [{"name": "cnn", "batchnorm": True}]})
     engine, task = simulation.population, simulation.algorithm.client_round
     message = Message(centroids=torch.full((1, 30, 10), 0.1))
-    _, records = engine.run(task, {0: message}, 0)
+    _, records = SequentialEngine().run(engine, task, {0: message}, 0)
     engine.commit(records)
     kept = records[0].weights.clone()
     for round in range(1, 4):  # others train meanwhile
-        engine.commit(engine.run(task, {1: message, 2: message}, round)[1])
-    now = engine._client(0, 4).weights
+        engine.commit(SequentialEngine().run(engine, task, {1: message, 2: message}, round)[1])
+    now = working_client(engine, 0, 4).weights
     for part, before in zip(now, kept, strict=True):
         assert all(torch.equal(part[name], before[name]) for name in before)
     assert int(now.buffers["1.num_batches_tracked"]) == simulation.experiment.training.steps

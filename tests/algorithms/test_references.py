@@ -10,6 +10,7 @@ import perfed
 from perfed.core.channel import Channel
 from perfed.core.message import Message
 from tests.conftest import played, simulate, tiny
+from tests.engines.clients import working_client
 
 BATCHNORM = {"architectures": ["mlp", {"name": "cnn", "batchnorm": True}]}
 
@@ -49,7 +50,7 @@ def test_fedavg_is_the_sample_weighted_mean_per_architecture_with_buffers() -> N
     assert set(state) == {"mlp", "cnn(batchnorm=True)"}
     trained, sizes = {}, simulation.federation.train_sizes
     for k in range(6):  # each client by itself, from the same start
-        client = engine._client(k, 0)
+        client = working_client(engine, k, 0)
         reply = simulation.algorithm.client_round(
             client, Message(model=state[engine.architectures[k]])
         )

@@ -1,5 +1,7 @@
 """Messages, their encoding, and the channel that counts them."""
 
+import contextlib
+import json
 from pathlib import Path
 
 import pytest
@@ -10,11 +12,12 @@ from hypothesis import strategies as st
 
 from perfed.core import tensorfile
 from perfed.core.channel import Channel
-from perfed.core.errors import RunError
+from perfed.core.errors import ConfigError, RunError
 from perfed.core.message import Message
 from perfed.core.tree import Weights, flatten, unflatten
+from perfed.models import parameter_count
 
-names = st.text("abcxyz.0_é", min_size=1, max_size=6).filter(lambda n: n != "params")
+names = st.text("abcxyz.0_é/%", min_size=1, max_size=6)
 dtypes = st.sampled_from(
     [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
 )
@@ -43,8 +46,26 @@ def same(left: dict, right: dict) -> bool:
 
 @given(trees)
 def test_flatten_and_unflatten_are_inverse(tree: dict) -> None:
-    flat = flatten(tree)
+    flat, message = flatten(tree), Message(**tree)
     assert same(flatten(unflatten(flat)), flat)
+    assert list(unflatten(flat)) == list(tree) == list(message)
+    assert all(same(flatten({"": message[name]}), flatten({"": tree[name]})) for name in tree)
+
+
+@pytest.mark.parametrize("name", Weights._fields)
+def test_a_level_cannot_be_called_as_a_part_of_a_models_weights(name: str) -> None:
+    """It would come back as a model, without what is beside it."""
+    tensor = torch.ones(2)
+    for content in ({"a": tensor}, Weights({"a": tensor}, {})):
+        with pytest.raises(ConfigError, match=f"^{name}: .*choose another"):
+            Message(**{name: content})
+        with pytest.raises(ConfigError, match=f"^state/{name}: "):
+            flatten({"state": {name: content, "step": tensor}})
+    # A tensor can: of a network's parameters, one may be called so.
+    control = {"control": {name: tensor}}
+    assert same(unflatten(flatten(control))["control"], control["control"])
+    weights = Weights({name: tensor}, {})
+    assert unflatten(flatten({"model": weights})) == {"model": weights}
 
 
 @given(st.dictionaries(names, tensors(), max_size=5))
@@ -56,6 +77,35 @@ def test_the_encoding_is_safetensors(content: dict) -> None:
     ours, _ = tensorfile.decode(safetensors.torch.save(content))
     assert all(torch.equal(ours[n], t) and ours[n].dtype == t.dtype for n, t in content.items())
     assert tensorfile.encoded_size(content) == (len(data) if content else 0)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=8,
+)
+entries = st.fixed_dictionaries(
+    {},
+    optional={
+        "dtype": st.sampled_from(["F32", "BOOL", "I64", "F33"]) | json_values,
+        "shape": st.lists(st.integers() | json_values, max_size=3) | json_values,
+        "data_offsets": st.lists(st.integers(-9, 9) | st.integers(), max_size=3) | json_values,
+    },
+)
+
+
+@given(json_values | st.dictionaries(st.text(max_size=3), entries | json_values), st.binary())
+def test_what_is_no_header_is_refused(header: object, payload: bytes) -> None:
+    """Whatever comes over a network: tensors, or one of the errors that are expected."""
+    text = json.dumps(header).encode()
+    with contextlib.suppress(*tensorfile.MALFORMED):
+        tensorfile.decode(len(text).to_bytes(8, "little") + text + payload)
+
+
+@pytest.mark.parametrize("header", ["5", "[]", "null", '"a"', '{"\\ud800": {}}'])
+def test_a_header_that_names_no_tensors_is_refused(header: str) -> None:
+    with pytest.raises(ValueError, match=r"header is a|surrogates"):
+        tensorfile.decode(len(header).to_bytes(8, "little") + header.encode())
 
 
 @given(cut=st.integers(0, 200))
@@ -119,6 +169,23 @@ def test_different_messages_count_each_and_shared_arrays_once() -> None:
     bank = torch.rand(2, 7)
     channel.down({0: Message(one=bank[0]), 1: Message(all=bank)})  # same address, another thing
     assert channel.total.down_parameters == 3 * 7 + 7 + 14
+
+
+class Scaled(torch.nn.Sequential):
+    """Learns a single number too, and has a count that is none of its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
+        self.scale = torch.nn.Parameter(torch.tensor(1.0))
+
+
+def test_a_number_that_a_model_learns_is_one_of_its_parameters() -> None:
+    module, channel = Scaled(), Channel()
+    weights = Weights(dict(module.named_parameters()), dict(module.named_buffers()))
+    channel.up({0: Message(model=weights, samples=7)})
+    channel.down({0: Message(models={"a": weights}, cluster=1)})
+    assert channel.total.up_parameters == parameter_count(module)
+    assert channel.total.down_parameters == parameter_count(module)
 
 
 def test_no_message_costs_nothing() -> None:

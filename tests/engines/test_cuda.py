@@ -7,7 +7,9 @@ import torch
 
 import perfed
 from perfed import Execution
+from perfed.core.algorithm import Client
 from perfed.core.channel import Channel
+from perfed.core.message import Message
 from perfed.engines.stacked.layers import Tensors, chain_of, run_chain
 from perfed.engines.stacked.stack import StackedModule
 from perfed.runs.simulation import Simulation
@@ -52,6 +54,36 @@ def test_the_same_numbers_on_the_gpu(name: str, engine: str) -> None:
     assert losses(name, "cuda", engine) == pytest.approx(
         losses(name, "cpu", "sequential"), rel=1e-3
     )
+
+
+class Drawing(perfed.Algorithm):
+    """Draws on its device after a request, from the client's own stream."""
+
+    def client_round(self, client: Client, message: Message) -> Message:
+        said = client.soft_decisions()
+        client.state = {"noise": torch.rand(2, device=said.device)}
+        return Message()
+
+
+def test_clients_draw_on_the_gpu_from_their_own_streams() -> None:
+    drawn = {}
+    for engine in ("sequential", "stacked"):
+        experiment = tiny(algorithm="local")
+        object.__setattr__(experiment, "algorithm", Drawing())
+        simulation = Simulation(experiment, how=Execution(device="cuda", engine=engine))  # type: ignore[arg-type]
+        simulation.play_round(0, Channel())
+        records = simulation.population.records
+        drawn[engine] = {client: records[client].state["noise"].tolist() for client in records}
+    assert drawn["stacked"] == drawn["sequential"]
+
+
+def test_no_steps_leave_a_model_as_it_is_on_the_gpu() -> None:
+    experiment = tiny(algorithm={"name": "per-fedavg", "adaptation_steps": 0})
+    simulation = Simulation(experiment, how=Execution(device="cuda", engine="stacked"))
+    simulation.begin(Channel())
+    judged = simulation.population.models(0, simulation._evaluation_messages(0)[0], 0)
+    adapted, model = (judged[kind].params for kind in ("personal", "global"))  # type: ignore[union-attr]
+    assert all(torch.equal(adapted[name], model[name]) for name in model)
 
 
 def test_the_kernels_give_what_pytorch_gives() -> None:

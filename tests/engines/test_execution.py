@@ -17,7 +17,7 @@ from perfed.core.errors import ConfigError, RunError
 from perfed.engines import SequentialEngine, StackedEngine
 from perfed.runs.comparison import resume_comparison
 from perfed.runs.simulation import Simulation
-from tests.conftest import tiny
+from tests.conftest import SEQUENTIAL, STACKED, tiny
 
 
 def test_the_default_picks_by_device_and_size() -> None:
@@ -35,6 +35,7 @@ def test_the_default_picks_by_device_and_size() -> None:
         ({"engine": "magic"}, "sequential"),
         ({"precision": "int3"}, "bf16"),
         ({"store_limit": -1}, "at least 0"),
+        ({"store_limit": float("inf")}, "finite"),
     ],
 )
 def test_wrong_choices(wrong: dict[str, Any], message: str) -> None:
@@ -62,13 +63,23 @@ def test_a_resumed_comparison_goes_on_in_one_precision(tmp_path: Path) -> None:
     assert [one["precision"] for one in said] == ["bf16"] * 3
 
 
-def test_batchnorm_of_one_value_is_an_error_as_in_pytorch() -> None:
-    training = {"steps": 1, "batch_size": 1, "public_batch_size": 8}
-    experiment = tiny(models=[f"{__name__}:OneValue"], training=training, algorithm="local")
-    for engine in ("sequential", "stacked"):
-        how = Execution(engine=engine, device="cpu")  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match=r"more than (1|one) value per channel"):
-            Simulation(experiment, how=how).play_round(0, Channel())
+@pytest.mark.parametrize(
+    ("algorithm", "key"),
+    [("local", "batch_size"), ("perfed-ckt", "batch_size"), ("perfed-ckt", "public_batch_size")],
+)
+def test_batchnorm_of_one_value_is_refused(algorithm: str, key: str) -> None:
+    spec = {"name": algorithm, "clusters": 2} if algorithm == "perfed-ckt" else algorithm
+    training = {"steps": 1, "batch_size": 8, "public_batch_size": 8, key: 1}
+    experiment = tiny(models=[f"{__name__}:OneValue"], training=training, algorithm=spec)
+    for how in (SEQUENTIAL, STACKED):
+        with pytest.raises(ConfigError, match=f"^training.{key}: BatchNorm .* at least 2"):
+            Simulation(experiment, how=how)
+
+
+def test_batchnorm_of_the_places_of_one_image_is_not() -> None:
+    models = [{"name": "cnn", "batchnorm": True}]
+    experiment = tiny(models=models, training={"batch_size": 1}, algorithm="local")
+    Simulation(experiment, how=SEQUENTIAL).play_round(0, Channel())
 
 
 class OneValue(nn.Sequential):

@@ -30,13 +30,16 @@ named = [*module.named_parameters(), *module.named_buffers()]
 x = torch.randn(2, 6, 3, 8, 8)
 
 
-def results(kernels, training, first):
+def results(kernels, training, first, diverged=None):
     hopper.usable = lambda tensor: kernels
     torch.manual_seed(1)
     own = {name: torch.rand(2, *t.shape).to(t.dtype) for name, t in named}
     rest = {name: 2 * own[name] for name, _ in module.named_buffers()}
     for name, _ in module.named_parameters():
-        own[name] = hopper.dense_layout(own[name] - 0.4).requires_grad_()
+        own[name] = hopper.dense_layout(own[name] - 0.4)
+        if diverged is not None:
+            own[name][diverged] = torch.nan
+        own[name].requires_grad_()
     chain = chain_of(module.train(training))
     tensors = Tensors(own) if first is None else Tensors(own, first, rest)
     if not training:
@@ -53,6 +56,8 @@ def results(kernels, training, first):
 for training, first in ((True, 2), (True, None), (False, None)):
     for plain, fast in zip(results(False, training, first), results(True, training, first)):
         torch.testing.assert_close(fast, plain, rtol=1e-4, atol=1e-5)
+for plain, beside in zip(results(True, True, 2), results(True, True, 2, diverged=1)):
+    torch.testing.assert_close(beside[0], plain[0])  # no model sees another, whatever becomes of it
 param, grad = torch.randn(2, 3000)
 moved = param.clone()
 hopper.kernels.descend(moved, grad, torch.tensor(0.1))

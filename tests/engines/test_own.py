@@ -73,3 +73,17 @@ def test_one_file_outside_the_package_works_with_every_engine(folder: Path, path
             resumed = perfed.resume(options["engine"], how=how)
         assert np.allclose(numbers(resumed), numbers(plain), atol=1e-3)
     assert perfed.Result("plain").model(0)(torch.zeros(1, 1, 8, 8)).shape == (1, 10)
+
+
+def test_a_network_in_a_folder_is_known_to_the_server(folder: Path) -> None:
+    """By its path, which has a slash, as names within a state may."""
+    (folder / "nets").mkdir()
+    (folder / "nets" / "own.py").write_text(NET)
+    experiment = tiny(algorithm="scaffold", models="nets/own.py:Net")
+    with pytest.raises(KeyboardInterrupt):
+        perfed.run(
+            experiment, "run", callbacks=[Stop()], how=perfed.Execution(checkpoint_seconds=0)
+        )
+    assert np.array_equal(
+        numbers(perfed.resume("run")), numbers(perfed.run(experiment, "in_one_go"))
+    )

@@ -3,13 +3,16 @@
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from perfed.core.algorithm import supervised
+from perfed.core.errors import ConfigError
 from perfed.core.message import Message
 from perfed.engines.base import EngineClient, Sgd, mini_batches
 from tests.conftest import simulate
+from tests.engines.clients import working_client
 
 
 class WithDropout(nn.Sequential):
@@ -50,13 +53,13 @@ def test_rounds_and_clients_draw_different_batches() -> None:
     seen = set()
     for client in (0, 1):
         for round in (0, 1):
-            drawn = batches(simulation.population._client(client, round), 2)
+            drawn = batches(working_client(simulation.population, client, round), 2)
             seen.add(tuple(float(private.x.sum()) for private in drawn))
     assert len(seen) == 4
 
 
 def test_two_trainings_in_one_round_draw_different_batches() -> None:
-    client = simulate(algorithm="local").population._client(0, 0)
+    client = working_client(simulate(algorithm="local").population, 0, 0)
     trainings: list[list[float]] = []
 
     def objective(model, private, public):  # type: ignore[no-untyped-def]
@@ -71,7 +74,7 @@ def test_two_trainings_in_one_round_draw_different_batches() -> None:
 
 
 def test_several_batches_a_step_are_independent_and_the_first_is_the_usual_one() -> None:
-    client = simulate(algorithm="local").population._client(0, 0)
+    client = working_client(simulate(algorithm="local").population, 0, 0)
     usual = [float(private.x.sum()) for private in batches(client, 2)]
     three = [tuple(float(p.x.sum()) for p in private) for private in batches(client, 2, 3)]
     assert [sums[0] for sums in three] == usual
@@ -80,7 +83,7 @@ def test_several_batches_a_step_are_independent_and_the_first_is_the_usual_one()
 
 def test_sgd_leaves_what_it_was_given_as_it_was() -> None:
     simulation = simulate(models={"architectures": [{"name": "cnn", "batchnorm": True}]})
-    client = simulation.population._client(0, 0)
+    client = working_client(simulation.population, 0, 0)
     before = flat(client.weights)
     client.sgd(client.weights, simulation.algorithm.objective, torch.full((30, 10), 0.1))
     assert torch.equal(flat(client.weights), before)
@@ -93,14 +96,29 @@ def test_a_client_smaller_than_a_batch_trains_on_all_it_has() -> None:
     splits = list(engine.federation.splits)
     splits[0] = replace(splits[0], train=splits[0].train[:3])
     engine.federation = replace(engine.federation, splits=splits)
-    shapes = [private.x.shape[0] for private in batches(engine._client(0, 0), 4)]
+    shapes = [private.x.shape[0] for private in batches(working_client(engine, 0, 0), 4)]
     assert shapes == [64] * 4
     distinct = {
         tuple(x.flatten().tolist())
-        for private in batches(engine._client(0, 0), 4)
+        for private in batches(working_client(engine, 0, 0), 4)
         for x in private.x
     }
     assert len(distinct) == 3
+
+
+def test_no_steps_ask_for_nothing() -> None:
+    """An engine may prepare itself with the first step's samples, and there are none."""
+    client = simulate(algorithm="local").population._client(0, 0)  # nobody would answer it
+    assert client.sgd(client.weights, supervised, steps=0) is client.weights
+
+
+@pytest.mark.parametrize("part", ["test", "unused", "trai"])
+def test_an_algorithm_cannot_look_at_what_its_clients_are_judged_by(part: str) -> None:
+    client = working_client(simulate(algorithm="local").population, 0, 0)
+    for look in (client.loss, client.likelihoods):
+        assert look(client.weights, "train").isfinite().all()
+        with pytest.raises(ConfigError, match=f"'{part}' .* must be train or validation"):
+            look(client.weights, part)
 
 
 class HalfFrozen(nn.Sequential):
@@ -111,7 +129,7 @@ class HalfFrozen(nn.Sequential):
 
 def test_frozen_parameters_stay_frozen() -> None:
     simulation = simulate(models=f"{__name__}:HalfFrozen", algorithm="local")
-    client = simulation.population._client(0, 0)
+    client = working_client(simulation.population, 0, 0)
     before = client.weights.params
     simulation.algorithm.client_round(client, Message())
     after = client.weights.params
@@ -122,5 +140,5 @@ def test_frozen_parameters_stay_frozen() -> None:
 def test_own_initial_weights_differ_and_common_ones_do_not() -> None:
     for initial, equal in (("common", True), ("own", False)):
         engine = simulate(models={"architectures": ["mlp"], "initial": initial}).population
-        first, second = (flat(engine._client(k, 0).weights) for k in (0, 1))
+        first, second = (flat(working_client(engine, k, 0).weights) for k in (0, 1))
         assert torch.equal(first, second) is equal

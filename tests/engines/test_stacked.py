@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,6 +23,7 @@ from perfed.core.errors import ConfigError
 from perfed.core.message import Message
 from perfed.core.tree import flatten
 from perfed.engines import StackedEngine
+from perfed.engines.stacked.engine import JobStreams
 from perfed.engines.stacked.requests import objective_key
 from perfed.runs.simulation import Simulation
 from tests.conftest import SEQUENTIAL, STACKED, TINY, tiny
@@ -76,6 +78,10 @@ def play(simulation: Simulation, rounds: int = 3) -> Simulation:
     for round in range(rounds):
         simulation.play_round(round, channel)
     return simulation
+
+
+def stacked(experiment: perfed.Experiment) -> Simulation:
+    return Simulation(experiment, how=STACKED)
 
 
 def recording(experiment: perfed.Experiment) -> Simulation:
@@ -326,6 +332,40 @@ class Deciding(Algorithm):
 
 def mean_square(model: Network, private: Private, public: None) -> Tensor:
     return model(private.x).square().mean()
+
+
+@pytest.mark.parametrize("begin", [partial(Simulation, how=SEQUENTIAL), stacked, recording])
+def test_no_steps_leave_a_model_as_it_is(begin: Callable[..., Simulation]) -> None:
+    simulation = begin(tiny(algorithm={"name": "per-fedavg", "adaptation_steps": 0}))
+    for client, message in play(simulation, 1)._evaluation_messages(1).items():
+        judged = simulation.population.models(client, message, 1)
+        adapted, model = (judged[kind].params for kind in ("personal", "global"))  # type: ignore[union-attr]
+        assert all(torch.equal(adapted[name], model[name]) for name in model)
+
+
+def test_a_job_has_all_its_generators_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's too: here another generator stands for it."""
+    gpu = torch.Generator()
+    monkeypatch.setattr(torch.cuda, "default_generators", (gpu,))
+    module = "perfed.engines.stacked.engine"
+    monkeypatch.setattr(f"{module}._generators", lambda jobs: [0])
+    monkeypatch.setattr(
+        f"{module}.seed_generators", lambda key: (torch.manual_seed(key), gpu.manual_seed(key))
+    )
+    simulation = Simulation(tiny(), how=SEQUENTIAL)
+    jobs = simulation.population.jobs_of(lambda *_: None, dict.fromkeys((0, 1), Message()), 0)
+    in_turn = draws(JobStreams(jobs), [0, 1, 0, 1], gpu)
+    assert in_turn[0::2] == draws(JobStreams(jobs), [0, 0], gpu)
+    assert in_turn[1::2] == draws(JobStreams(jobs), [1, 1], gpu)
+
+
+def draws(streams: JobStreams, turns: list[int], gpu: torch.Generator) -> list[Any]:
+    """A number of each generator, turn by turn."""
+    drawn = []
+    for number in turns:
+        with streams.turn(number):
+            drawn.append((float(torch.rand(1)), float(torch.rand(1, generator=gpu))))
+    return drawn
 
 
 @pytest.mark.usefixtures("float64")

@@ -5,7 +5,8 @@ the softmax of the mean logits of *all* models that came in, of whatever archite
 mode, on the unlabeled public set; KL divergence, Adam with cosine decay, as in the authors' code.
 They stop early on labelled validation data at the server. Here the server has none, so the number
 of steps is fixed, and smaller than their upper limit of 10,000. The student distils in training
-mode, so public images move its BatchNorm statistics, as in their code.
+mode, so public images move its BatchNorm statistics, as in their code. An ensemble of one has
+nothing to teach: Adam would make steps of what is only rounding.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class FedDF(FedAvg):
 
     def merge(self, server: Server, state: Tree, replies: Sequence[Reply]) -> Tree:
         students = average_by_architecture(replies)
-        if self.steps:
+        if self.steps and len(replies) > 1:
             teacher = torch.stack([ensemble_member(server, reply) for reply in replies]).mean(0)
             students = {
                 architecture: self.distil(server, architecture, student, teacher.softmax(1))

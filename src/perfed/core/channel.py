@@ -4,7 +4,8 @@ Two counts, both per direction:
 
 * ``parameters``, the paper's: every uplink array counts, and on the downlink every *distinct*
   array of the round counts once, however many clients receive it (a broadcast). Scalars (sample
-  counts, a cluster's index) and BatchNorm's running statistics are not parameters.
+  counts, a cluster's index), unless a model learns them, and BatchNorm's running statistics are
+  not parameters.
 * ``bytes``, as sent: every message to every recipient, in the wire encoding
   (:mod:`perfed.core.tensorfile`).
 """
@@ -63,8 +64,10 @@ class Channel:
 
 
 def _parameter_arrays(message: Message) -> list[Tensor]:
-    return [
-        tensor
-        for path, tensor in message.arrays.items()
-        if tensor.ndim and not {"buffers", "public_buffers"} & set(path.split("/"))
-    ]
+    return [tensor for path, tensor in message.arrays.items() if _counts(path, tensor)]
+
+
+def _counts(path: str, tensor: Tensor) -> bool:
+    """Whether these are parameters; a model's may be a single number."""
+    level = ["", *path.split("/")][-2]  # of a model's tensors: the part of its weights
+    return level == "params" or (tensor.ndim > 0 and level not in ("buffers", "public_buffers"))

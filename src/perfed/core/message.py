@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
+from urllib.parse import unquote
 
 import torch
 from torch import Tensor
 
-from perfed.core.tree import Weights, flatten, unflatten
+from perfed.core.tree import Weights, escaped, flatten, unflatten
 
 
 class Message(Mapping[str, Any]):
@@ -33,17 +34,18 @@ class Message(Mapping[str, Any]):
         return message
 
     def __getitem__(self, name: str) -> Any:
-        if name in self.arrays:
-            return self.arrays[name]
+        level = escaped(name)
+        if level in self.arrays:
+            return self.arrays[level]
         inside = {
-            path: tensor for path, tensor in self.arrays.items() if path.startswith(f"{name}/")
+            path: tensor for path, tensor in self.arrays.items() if path.startswith(f"{level}/")
         }
         if not inside:
             raise KeyError(name)
         return unflatten(inside)[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(dict.fromkeys(path.partition("/")[0] for path in self.arrays))
+        return iter(dict.fromkeys(unquote(path.partition("/")[0]) for path in self.arrays))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

@@ -31,6 +31,8 @@ _DTYPES = {
     torch.bool: "BOOL",
 }
 _FROM_NAME = {name: dtype for dtype, name in _DTYPES.items()}
+MALFORMED = (ValueError, KeyError, TypeError, RuntimeError)
+"""What :func:`decode` raises where the bytes are not a whole file."""
 
 
 def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
@@ -69,18 +71,21 @@ def _raw(tensor: Tensor) -> bytes:
 
 
 def decode(data: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors and metadata. Raises ValueError where the bytes are not a whole file."""
+    """Tensors and metadata. Raises one of ``MALFORMED``."""
     length = int.from_bytes(data[:8], "little")
     if len(data) < 8 + length:
         raise ValueError("the header is cut off")
     header = json.loads(data[8 : 8 + length])
+    if not isinstance(header, dict):
+        raise ValueError(f"the header is a {type(header).__name__}, not names and what they hold")
+    "".join(header).encode()  # a name is text: no half of a character, which JSON lets pass
     metadata = header.pop("__metadata__", {})
     payload = memoryview(data)[8 + length :]
     tensors = {}
     for name, entry in header.items():
         start, end = entry["data_offsets"]
         if end > len(payload):
-            raise ValueError(f"the data of '{name}' is cut off")
+            raise ValueError(f"the data of {name!r} is cut off")
         dtype = _FROM_NAME[entry["dtype"]]
         raw = bytearray(payload[start:end])  # a copy of its own: the tensor may be written to
         values = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
@@ -105,7 +110,7 @@ def load(path: Path, checksum: int | None = None) -> dict[str, Tensor]:
         raise RunError(f"{path} is corrupt: its checksum is not the recorded one")
     try:
         return decode(data)[0]
-    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+    except MALFORMED as error:
         raise RunError(f"{path} is corrupt: {error}") from None
 
 

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
+from urllib.parse import unquote
 
 import torch
 from torch import Tensor
+
+from perfed.core.errors import ConfigError
 
 
 class Weights(NamedTuple):
@@ -78,21 +81,27 @@ def find_not_finite(
 Tree = dict[str, Any]  # str → Tensor | Weights | Tree
 
 
+def escaped(name: str) -> str:
+    """A name as one level of a path (a network's may be a file's); ``unquote`` is the inverse."""
+    return name.replace("%", "%25").replace("/", "%2F")
+
+
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
     """All leaves by their path."""
     flat: dict[str, Tensor] = {}
     for name, value in tree.items():
-        if "/" in name:
-            raise ValueError(f"'/' separates levels and cannot be in a name: {name!r}")
-        path = prefix + name
+        path = prefix + escaped(name)
         if isinstance(value, Tensor):
             flat[path] = value
+        elif name in Weights._fields:  # it would come back as a model, without what is beside it
+            raise ConfigError("is the name of a part of a model's weights: choose another", path)
         elif isinstance(value, Weights):
-            flat |= flatten(value._asdict(), path + "/")
+            for part, tensors in value._asdict().items():
+                flat |= flatten(tensors, f"{path}/{part}/")
         elif isinstance(value, Mapping):
             flat |= flatten(value, path + "/")
         else:
-            raise TypeError(f"{path}: a tree holds tensors, not {type(value).__name__}")
+            raise ConfigError(f"a tree holds tensors, not {type(value).__name__}", path)
     return flat
 
 
@@ -100,7 +109,7 @@ def unflatten(flat: Mapping[str, Tensor]) -> Tree:
     """The inverse of :func:`flatten`; a level with ``params`` becomes a :class:`Weights`."""
     nested: Tree = {}
     for path, tensor in flat.items():
-        *levels, leaf = path.split("/")
+        *levels, leaf = map(unquote, path.split("/"))
         node = nested
         for level in levels:
             node = node.setdefault(level, {})

@@ -27,6 +27,7 @@ from perfed.core.algorithm import (
     Public,
     mixed_logits,
 )
+from perfed.core.errors import ConfigError
 from perfed.core.message import Message
 from perfed.core.streams import stream_key, torch_stream, uniform_indices
 from perfed.core.tree import Tree, Weights
@@ -88,6 +89,7 @@ class Logits:
         return params | (public_buffers if self.public and public_buffers else buffers)
 
 
+LEARNT_FROM = ("train", "validation")  # never from those a client is judged by
 Request = Sgd | Logits
 Ask = Callable[[Request], Any]
 
@@ -157,12 +159,6 @@ class Engine(Protocol):
     def collect(self, population: Population) -> None:
         """Have all that clients keep in ``population.records``, wherever they live."""
 
-    def perform_jobs(self, jobs: Sequence[Job]) -> list[Any]:
-        """What each job's work returned, of clients in this process."""
-
-    def answer(self, request: Request) -> Any:
-        """Weights for :class:`Sgd`, logits for :class:`Logits`, of a client in this process."""
-
     def facts(self) -> dict[str, Any]:
         """What a run directory says of how it was executed."""
 
@@ -178,8 +174,8 @@ class EngineClient:
         self.id = client
         self.round = round
         self.architecture = population.architectures[client]
-        self.ask: Ask = population.engine.answer
-        """Where requests go; the engine that performs this client's job may set another."""
+        self.ask: Ask
+        """Where requests go: set by the engine that performs this client's job."""
         self._record = population.record(client)
         self._sgd_calls = 0
         self.weights = self._record.weights
@@ -203,13 +199,22 @@ class EngineClient:
         return torch.bincount(labels, minlength=self.population.classes)
 
     def loss(self, weights: Weights, part: str) -> Tensor:
-        where = self.population.positions(self.id, part)
+        where = self._own(part)
         return cross_entropy(self.logits(weights, where), self.population.y[where])
 
     def likelihoods(self, model: Judged, part: str) -> Tensor:
-        where = self.population.positions(self.id, part)
+        where = self._own(part)
         probabilities = self.logits(model, where).softmax(1)
         return probabilities.gather(1, self.population.y[where][:, None])[:, 0]
+
+    def _own(self, part: str) -> Tensor:
+        """Where the samples are that an algorithm may look at."""
+        if part not in LEARNT_FROM:
+            raise ConfigError(
+                f"an algorithm looks at '{part}' samples of a client: "
+                f"must be {' or '.join(LEARNT_FROM)}"
+            )
+        return self.population.positions(self.id, part)
 
     def logits(self, model: Judged, where: Tensor) -> Tensor:
         """What ``model`` says of the population's samples at ``where``."""
@@ -236,6 +241,8 @@ class EngineClient:
         rate = self.learning_rate if rate is None else rate
         if stream is None:
             stream, self._sgd_calls = self._sgd_calls, self._sgd_calls + 1
+        if not steps:
+            return weights
         trained: Weights = self.ask(
             Sgd(self, weights, objective, inputs, steps, rate, batches, stream)
         )

@@ -15,6 +15,7 @@ from perfed.engines.population import Population
 from perfed.engines.precision import PRECISIONS
 from perfed.engines.sequential import SequentialEngine
 from perfed.engines.stacked import StackedEngine
+from perfed.models import parameter_count
 
 SMALL_MODEL = 1_000_000  # parameters
 
@@ -33,8 +34,8 @@ class Execution(Options):
     precision: Literal["auto", "float32", "tf32", "bf16"] = option(
         "auto", "in which numbers networks compute; float32, or what a resumed run began with"
     )
-    store_limit: float = option(
-        float("inf"), "MiB of client models kept in memory; the rest waits on disk", ge=0
+    store_limit: float | None = option(
+        None, "MiB of client models kept in memory, the rest waits on disk; none: all of them", ge=0
     )
     checkpoint_seconds: float = option(10.0, "a checkpoint at most every so many seconds", ge=0)
     save_models: bool = option(True, "keep every client's final model in the run directory")
@@ -44,7 +45,7 @@ class Execution(Options):
             raise ConfigError("only the engine ray has workers", "workers")
         if self.engine == "ray" and self.device not in ("auto", "cpu", "cuda"):
             raise ConfigError(
-                f"Ray gives every worker a GPU of its own: cpu or cuda, not {self.device}", "device"
+                f"Ray says which GPU a worker has: must be cpu or cuda, not {self.device}", "device"
             )
 
     def torch_device(self) -> torch.device:
@@ -60,7 +61,7 @@ class Execution(Options):
         return device
 
     def store_bytes(self) -> int | None:
-        return None if self.store_limit == float("inf") else int(self.store_limit * 2**20)
+        return None if self.store_limit is None else int(self.store_limit * 2**20)
 
     def build_engine(self, largest_model: int) -> Engine:
         """The engine asked for; of itself, the one that was faster in ``benchmarks/``."""
@@ -96,4 +97,4 @@ def fitting_threads(population: Population) -> int:
 
 
 def largest_model(population: Population) -> int:
-    return max(sum(p.numel() for p in m.parameters()) for m in population.modules.values())
+    return max(map(parameter_count, population.modules.values()))

@@ -19,7 +19,7 @@ from perfed.core.tree import Weights
 from perfed.data import Federation
 from perfed.engines.base import Call, ClientRecord, Engine, EngineClient, Job, Method
 from perfed.engines.store import ClientStore
-from perfed.models import Models, build_module, initial_weights
+from perfed.models import Models, build_module, check_trains_on_one, initial_weights
 
 Task = Callable[[Client, Message], Message | None]
 
@@ -61,10 +61,20 @@ class Population:
             label: build_module(architecture, shape, self.classes).to(device)
             for architecture, label in labels.items()
         }
+        self._check_batches()
         self._initial: dict[tuple[str, int], Weights] = {}
         self.records = ClientStore(device) if store is None else store
         self.pending: dict[int, ClientRecord] = {}
         """What a round has changed, until it is whole."""
+
+    def _check_batches(self) -> None:
+        training = self.training
+        sizes = {"training.batch_size": training.batch_size}
+        if self.algorithm.trains_on_public_set:
+            sizes["training.public_batch_size"] = training.public_batch_size
+        for where, size in sizes.items():
+            for label, module in self.modules.items() if size == 1 else ():
+                check_trains_on_one(label, module, self.federation.input_shape, where)
 
     # Samples go to the device when they are first used: where clients live elsewhere, never.
 
@@ -89,35 +99,23 @@ class Population:
     def jobs(self, call: Call) -> list[Job]:
         """One job for each message."""
         task, purpose = self._tasks[call.method]
-        return self._jobs(task, call.messages, call.round, purpose)
+        return self.jobs_of(task, call.messages, call.round, purpose)
 
-    def run(
-        self, task: Task, messages: Mapping[int, Message], round: int
-    ) -> tuple[dict[int, Message], dict[int, ClientRecord]]:
-        """Each client's reply to its message in any task, and what those that changed then hold.
-
-        The records are not stored yet: :meth:`commit` does that.
-        """
-        jobs = self._jobs(task, messages, round, "module")
-        returned = zip(jobs, self.engine.perform_jobs(jobs), strict=True)
-        replies = {job.client.id: reply for job, reply in returned if reply is not None}
-        return replies, changed_records(jobs)
-
-    def commit(self, records: Mapping[int, ClientRecord]) -> None:
-        self.records.update(records)
-
-    def _jobs(
+    def jobs_of(
         self,
         task: Callable[[Any, Message], Any],
         messages: Mapping[int, Message],
         round: int,
-        purpose: str,
+        purpose: str = "module",
     ) -> list[Job]:
         jobs = []
         for number, message in messages.items():
             client = self._client(number, round)
             jobs.append(Job(client, partial(task, client, message), purpose))
         return jobs
+
+    def commit(self, records: Mapping[int, ClientRecord]) -> None:
+        self.records.update(records)
 
     def models(self, client: int, message: Message, round: int) -> dict[str, Judged]:
         """The models of ``client`` that the algorithm wants judged."""
@@ -171,7 +169,7 @@ class Population:
         return self._initial[key]
 
     def _draw_weights(self, architecture: str, *, client: int = -1, number: int = 0) -> Weights:
-        params, buffers, _ = initial_weights(
+        drawn = initial_weights(
             self.by_label[architecture],
             self.federation.input_shape,
             self.classes,
@@ -179,10 +177,7 @@ class Population:
             client,
             number,
         )
-        separate = (
-            self.algorithm.trains_on_public_set and self.training.public_batchnorm == "separate"
-        )
-        weights = Weights(params, buffers, buffers if separate else {}).clone()
+        weights = with_public_statistics(drawn, self.algorithm, self.training).clone()
         return Weights(*({n: t.to(self.device) for n, t in part.items()} for part in weights))
 
     def positions(self, client: int, part: str) -> Tensor:
@@ -191,6 +186,12 @@ class Population:
 
     def train_size(self, client: int) -> int:
         return len(self.federation.splits[client].train)
+
+
+def with_public_statistics(weights: Weights, algorithm: Algorithm, training: Training) -> Weights:
+    """With BatchNorm statistics of public batches, where those have their own: as yet the same."""
+    separate = algorithm.trains_on_public_set and training.public_batchnorm == "separate"
+    return weights._replace(public_buffers=weights.buffers if separate else {})
 
 
 def changed_records(jobs: Sequence[Job]) -> dict[int, ClientRecord]:

@@ -1,7 +1,13 @@
 """Networks, and which client gets which."""
 
 from perfed.models.architectures import CNN, MLP, Architecture, architectures
-from perfed.models.assignment import Models, build_module, initial_weights, parameter_count
+from perfed.models.assignment import (
+    Models,
+    build_module,
+    check_trains_on_one,
+    initial_weights,
+    parameter_count,
+)
 
 __all__ = [
     "CNN",
@@ -10,6 +16,7 @@ __all__ = [
     "Models",
     "architectures",
     "build_module",
+    "check_trains_on_one",
     "initial_weights",
     "parameter_count",
 ]

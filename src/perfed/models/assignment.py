@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -140,6 +141,21 @@ def build_module(architecture: Architecture, shape: Shape, classes: int) -> nn.M
 def _check_parameters(label: str, module: nn.Module) -> None:
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise ConfigError(f"'{label}' has no parameters to train: nothing in it learns", "models")
+
+
+def check_trains_on_one(label: str, module: nn.Module, shape: Shape, where: str) -> None:
+    """BatchNorm has no variance of one value; ``where`` sets the samples of a mini-batch to one."""
+    device = next(module.parameters()).device
+    try:
+        with torch_stream(0, "template"), torch.no_grad():
+            copy.deepcopy(module).train()(torch.zeros(1, *shape, device=device))
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        raise ConfigError(
+            f"BatchNorm in '{label}' has one value per channel to normalise: must be at least 2",
+            where,
+        ) from None
 
 
 def parameter_count(module: nn.Module) -> int:

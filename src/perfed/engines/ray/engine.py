@@ -12,14 +12,14 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
 
 from perfed.core.errors import ConfigError, RunError
 from perfed.core.message import Message
-from perfed.engines.base import Call, Job, Request
+from perfed.engines.base import Call
 from perfed.engines.population import Population
 from perfed.engines.precision import FLOAT32, Precision
 from perfed.engines.ray.bank import Recipe, Share
@@ -141,12 +141,6 @@ class RayEngine:
         for worker in self._workers:
             worker.log = [share for share in worker.log if share.population != hosted.number]
         hosted.changed.clear()
-
-    def perform_jobs(self, jobs: Sequence[Job]) -> NoReturn:
-        raise NotImplementedError("on the engine ray, clients are not in this process")
-
-    def answer(self, request: Request) -> NoReturn:
-        raise NotImplementedError("on the engine ray, clients are not in this process")
 
     def close(self) -> None:
         workers, self._workers = self._workers, []

@@ -25,10 +25,6 @@ class Parcel:
     dtypes: dict[int, torch.dtype]
     """Of those arrays that NumPy has no type for; they are here by their bits."""
 
-    @property
-    def size(self) -> int:
-        return len(self.structure) + sum(array.nbytes for array in self.arrays)
-
 
 def pack(value: Any) -> Parcel:
     buffer = io.BytesIO()

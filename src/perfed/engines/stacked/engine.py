@@ -109,9 +109,6 @@ class StackedEngine(LocalEngine):
                 results += perform_together(works, self._answer, JobStreams(part).turn)
         return results
 
-    def answer(self, request: Request) -> Any:
-        return self._answer([request])[0]
-
     def close(self) -> None:
         if self._pool is not None:
             self._pool.shutdown()
@@ -334,13 +331,16 @@ class JobStreams:
 
     def __init__(self, jobs: Sequence[Job]) -> None:
         self._jobs = jobs
-        self._states: dict[int, Tensor] = {}
+        self._generators = [torch.default_generator]
+        self._generators += [torch.cuda.default_generators[gpu] for gpu in _generators(jobs)]
+        self._states: dict[int, list[Tensor]] = {}
 
     @contextmanager
     def turn(self, number: int) -> Iterator[None]:
         if number in self._states:
-            torch.set_rng_state(self._states[number])
+            for generator, state in zip(self._generators, self._states[number], strict=True):
+                generator.set_state(state)
         else:
             seed_generators(self._jobs[number].key())
         yield
-        self._states[number] = torch.get_rng_state()
+        self._states[number] = [generator.get_state() for generator in self._generators]

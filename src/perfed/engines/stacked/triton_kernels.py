@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn.functional import pad
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 # --------------------------------------------------------------------- convolution, stride 1
@@ -206,6 +207,10 @@ class Moments(NamedTuple):
     rows: int
 
 
+CHANNELS = 64
+"""That one step of a convolution's sum takes."""
+
+
 def conv_tile(channels: int, forward: bool) -> tuple[int, int, int, int]:
     """(positions, channels, warps, stages) of an output tile: the fastest measured on an H200."""
     if channels <= 64:
@@ -230,6 +235,8 @@ def conv_input_grad(
     dilation: tuple[int, int],
 ) -> Tensor:  # fmt: skip
     dx = dy.new_empty(*dy.shape[:2], *size, w.shape[4])
+    if w.shape[1] % CHANNELS:  # or a block would end in the next model's weights, see `flat` below
+        w = pad(w, (0, 0, 0, 0, 0, 0, 0, -w.shape[1] % CHANNELS))
     return _conv(dy, w, None, dx, padding, dilation, False)[0]
 
 
@@ -241,7 +248,7 @@ def _conv(
     _, o, kh, kw, c = w.shape
     bm, bn, warps, stages = conv_tile(out_c, forward)
     bt, ht, wt = _box(out_h, out_w, bm)
-    bk = 64
+    bk = CHANNELS
     k_blocks = triton.cdiv(c if forward else o, bk)
     tiles_b, tiles_h, tiles_w = (
         triton.cdiv(batch, bt), triton.cdiv(out_h, ht), triton.cdiv(out_w, wt)
@@ -293,7 +300,9 @@ def conv_weight_grad(
     splits = max(1, min(triton.cdiv(660, blocks), steps // 16)) if bc <= 64 else 1
     per_split = triton.cdiv(steps, splits)
     splits = triton.cdiv(steps, per_split)
-    flat = wt == out_w and (out_h % ht == 0)
+    # Where the last tile is not full, rows in a row go on into the next model's. There they meet
+    # zeros, which make nothing of any number, but not of what is none.
+    flat = wt == out_w and out_h % ht == 0 and batch % bt == 0
     out = x.new_empty(
         splits, n, o, kh, kw, c, dtype=torch.float32 if splits > 1 else x.dtype
     )  # fmt: skip
