@@ -108,5 +108,5 @@ def test_what_is_wrong_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(ConfigError, match="'nobody/nothing' cannot be loaded"):
         load("nobody/nothing")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ConfigError, match=r"needs: pip install 'perfed\[huggingface\]'"):
+    with pytest.raises(ConfigError, match=r"datasets is not installed: pip install 'perfed\[hugg"):
         load("nobody/nothing")

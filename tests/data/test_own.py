@@ -176,6 +176,7 @@ def broken(root: Path) -> dict[str, tuple[dict[str, Any], str]]:
     (root / "ok" / "a" / "bad.png").write_bytes(b"no picture")
     (root / "empty").mkdir()
     np.savez(root / "a.npz", x=X, y=Y)
+    np.savez(root / "p.npz", x=X, y=Y, public=X)
 
     class Ragged(Forty):
         def __getitem__(self, number: int) -> Any:
@@ -224,6 +225,10 @@ def broken(root: Path) -> dict[str, tuple[dict[str, Any], str]]:
             },
             "data.public.samples: 41 samples of the 40",
         ),
+        "two public": (
+            {"name": "npz", "path": str(root / "p.npz"), "public": torch_(Forty())},
+            "p.npz has a public set of its own: leave out either",
+        ),
         "no dataset": (torch_(f"{__name__}:X"), "is a ndarray, not a torch.utils.data.Dataset"),
         "no such name": (torch_(f"{__name__}:Fourty"), "did you mean 'Forty'?"),
         "fails": (torch_(f"{__name__}:makes_nothing"), "ValueError: nothing to be had"),
@@ -241,7 +246,8 @@ def makes_nothing() -> None:
 
 FAULTS = (
     "no path, no folder, no pictures, bad picture, npz labels, public path, too many public, "
-    "too many drawn, no dataset, no such name, fails, ragged, words, raises, pictures, object"
+    "too many drawn, two public, no dataset, no such name, fails, ragged, words, raises, "
+    "pictures, object"
 )
 
 

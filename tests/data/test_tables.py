@@ -101,6 +101,11 @@ def test_a_public_table_is_written_as_the_private_one(tmp_path: Path) -> None:
     assert samples.public_x.tolist() == [[3, 5, 0, 0, 0, 1], [4, 6, 0, 0, 1, 0]]
     assert samples.x.shape == (4, 6)
     assert samples.origin["public"]["hash"]
+    one = load(path, target="kind", scale="none", public=options | {"samples": 1})
+    (row,) = one.public_index
+    assert one.public_x.tolist() == samples.public_x[[row]].tolist()
+    with pytest.raises(ConfigError, match=r"data.public.samples: 3 samples of the 2 there are"):
+        load(path, target="kind", public=options | {"samples": 3})
     own_files.table(public, [[1]], ["age"])
     with pytest.raises(ConfigError, match=r"data.path: .*p.csv has no column 'income'"):
         load(path, target="kind", public=options)

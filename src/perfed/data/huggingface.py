@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from perfed.core.errors import ConfigError, DataError, did_you_mean
+from perfed.core.extras import needed
 from perfed.core.schema import option
 from perfed.data.datasets import datasets
 from perfed.data.files import check_size
@@ -22,6 +23,9 @@ from perfed.data.own import (
     named_labels,
 )
 from perfed.data.readers import Look, as_array
+
+SAVED = ("state.json", "dataset_dict.json")  # what 'save_to_disk' leaves behind
+ARRAYS = ("Array2D", "Array3D", "Array4D", "Sequence", "List", "LargeList")
 
 
 @datasets.register("huggingface")
@@ -67,15 +71,10 @@ class HuggingFace(OwnData):
         return Contents(x, y, names, ids, sizes=sizes)
 
     def _loaded(self) -> Any:
-        try:
-            import datasets as library
-        except ImportError:
-            raise ConfigError("needs: pip install 'perfed[huggingface]'", "name") from None
+        library = needed("datasets", "huggingface", "name")
         folder = os.path.expanduser(self.path)
         try:
-            if any(
-                os.path.isfile(os.path.join(folder, f)) for f in ("state.json", "dataset_dict.json")
-            ):
+            if any(os.path.isfile(os.path.join(folder, name)) for name in SAVED):
                 return self._saved(library.load_from_disk(folder))
             return library.load_dataset(
                 folder if os.path.isdir(folder) else self.path,
@@ -95,8 +94,7 @@ class HuggingFace(OwnData):
         """What 'save_to_disk' has written: one split, or several by name."""
         if not isinstance(saved, dict):
             return saved
-        import datasets as library
-
+        library = needed("datasets", "huggingface", "name")
         names = self.split.split("+")
         for name in names:
             if name not in saved:
@@ -154,10 +152,6 @@ class HuggingFace(OwnData):
                 )
         stacked = np.stack(pictures).transpose(0, 3, 1, 2)
         return np.ascontiguousarray(stacked), tuple(sorted(sizes))
-
-
-SAVED = ("state.json", "dataset_dict.json")  # what 'save_to_disk' leaves behind
-ARRAYS = ("Array2D", "Array3D", "Array4D", "Sequence", "List", "LargeList")
 
 
 def _check_column(loaded: Any, name: str, key: str) -> None:

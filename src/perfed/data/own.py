@@ -106,20 +106,25 @@ class OwnData(Dataset):
 
     def unlabeled(self, seed: int) -> Unlabeled:
         contents = self._contents("data.public", labeled=False)
-        total = len(contents.x)
+        index = self._drawn_public(len(contents.x), seed)
+        return Unlabeled(scaled(contents.x[index]), index, _origin(contents), contents.sizes)
+
+    def _drawn_public(self, total: int, seed: int) -> np.ndarray:
+        """Which of its samples are another dataset's public set."""
         if self.samples > total:
             raise ConfigError(
                 f"{self.samples} samples of the {total} there are", "data.public.samples"
             )
-        index = drawn(self.samples or total, total, seed, "public-set")
-        return Unlabeled(scaled(contents.x[index]), index, _origin(contents), contents.sizes)
+        return drawn(self.samples or total, total, seed, "public-set")
 
     def _public(self, contents: Contents, seed: int) -> Unlabeled:
         if contents.public is None:
             assert isinstance(self.public, Dataset)
             return self.public.unlabeled(seed)
-        if isinstance(self.public, int) and self.public:
-            raise ConfigError(f"{self.path} has a public set of its own", "data.public")
+        if self.public:
+            raise ConfigError(
+                f"{self.path} has a public set of its own: leave out either", "data.public"
+            )
         where = np.arange(len(contents.public))
         return Unlabeled(contents.public, where, {"hash": content_hash(contents.public)})
 
@@ -141,27 +146,20 @@ class OwnData(Dataset):
 
 
 @dataclass(frozen=True)
-class Files(OwnData):
+class Places(OwnData):
     """Base of sources that are files: all in one place, or in a place for each client."""
 
     by_client: bool = option(False, BY_CLIENT_HELP)
-
-    @abstractmethod
-    def read_one(self, path: Path, labeled: bool) -> Contents: ...
 
     def belongs(self, entry: Path) -> bool:
         """Whether it holds a client's data, by its name; folders do."""
         return entry.is_dir()
 
-    def read(self, labeled: bool) -> Contents:
+    def places(self) -> dict[str, Path]:
+        """Where each client's data is; where all of it is, under no name."""
         path = Path(self.path).expanduser()
         if not self.by_client:
-            return self.read_one(path, labeled)
-        entries = self.entries(path)
-        return joined({name: self.read_one(entry, labeled) for name, entry in entries.items()})
-
-    def entries(self, path: Path) -> dict[str, Path]:
-        """Where each client's data is."""
+            return {"": path}
         if not path.is_dir():
             raise DataError(f"no such folder: {str(path)!r}")
         visible = (entry for entry in sorted(path.iterdir()) if not entry.name.startswith("."))
@@ -169,6 +167,19 @@ class Files(OwnData):
         if not entries:
             raise DataError(f"{path} has nothing that could be a client's")
         return {entry.name if entry.is_dir() else entry.stem: entry for entry in entries}
+
+
+@dataclass(frozen=True)
+class Files(Places):
+    """Base of sources whose places are read one by one."""
+
+    @abstractmethod
+    def read_one(self, path: Path, labeled: bool) -> Contents: ...
+
+    def read(self, labeled: bool) -> Contents:
+        places = self.places()
+        contents = {name: self.read_one(place, labeled) for name, place in places.items()}
+        return joined(contents) if self.by_client else contents[""]
 
 
 def joined(by_client: dict[str, Contents]) -> Contents:

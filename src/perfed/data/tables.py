@@ -19,8 +19,8 @@ import numpy as np
 
 from perfed.core.errors import ConfigError, DataError, did_you_mean
 from perfed.core.schema import option
-from perfed.data.datasets import datasets
-from perfed.data.own import Contents, Files, named_labels
+from perfed.data.datasets import Unlabeled, datasets
+from perfed.data.own import Contents, Places, content_hash, named_labels
 
 MOST_WORDS = 1000  # in a column; more are names, and no categories
 
@@ -67,7 +67,7 @@ class Feature:
 
 @datasets.register("csv")
 @dataclass(frozen=True)
-class Csv(Files):
+class Csv(Places):
     """Your own table: a CSV file with a header, a row for each sample, and a label column.
 
     Columns of numbers are standardised by the training rows of all clients, and no others; columns
@@ -94,10 +94,8 @@ class Csv(Files):
     def belongs(self, entry: Path) -> bool:
         return entry.suffix.lower() == ".csv"
 
-    def read_one(self, path: Path, labeled: bool) -> Contents:
-        raise NotImplementedError("words are numbered for all files at once: see read")
-
     def read(self, labeled: bool) -> Contents:
+        """Words are numbered for all files at once, those of a public table among them."""
         tables = self._tables()
         own = list(tables.values())
         public = self.public if labeled and isinstance(self.public, Csv) else None
@@ -119,11 +117,15 @@ class Csv(Files):
 
     def _tables(self) -> dict[str, Table]:
         """By client, where there is a file for each."""
-        path = Path(self.path).expanduser()
-        if not self.by_client:
-            return {"": read_table(path, self.separator)}
-        entries = self.entries(path)
-        return {name: read_table(entry, self.separator) for name, entry in entries.items()}
+        places = self.places()
+        return {name: read_table(place, self.separator) for name, place in places.items()}
+
+    def _public(self, contents: Contents, seed: int) -> Unlabeled:
+        if not isinstance(self.public, Csv):
+            return super()._public(contents, seed)
+        assert contents.public is not None
+        index = self.public._drawn_public(len(contents.public), seed)
+        return Unlabeled(contents.public[index], index, {"hash": content_hash(contents.public)})
 
     def _features(self, own: Sequence[Table], others: Sequence[Table]) -> list[Feature]:
         first = own[0]
