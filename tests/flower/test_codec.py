@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from perfed.core.message import Message
 from perfed.core.tensorfile import encoded_size
 from perfed.flower import codec
-from perfed.flower.protocol import KINDS, Envelope, Header, Refused
+from perfed.flower.protocol import EVALUATE, FIRST, JOIN, ROUND, Envelope, Header, Refused
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
 names = st.text(st.characters(exclude_characters="/", codec="utf-8"), min_size=1, max_size=8)
@@ -38,7 +39,12 @@ facts = st.dictionaries(
     max_size=3,
 )
 headers = st.builds(
-    Header, st.sampled_from(KINDS), names, st.integers(-1, 10**6), st.text(), st.integers(0, 99)
+    Header,
+    st.sampled_from([JOIN, FIRST, ROUND, EVALUATE]),
+    names,
+    st.integers(-1, 10**6),
+    st.text(),
+    st.integers(0, 99),
 )
 envelopes = st.builds(Envelope, headers, arrays.map(Message.from_arrays), facts, st.text())
 
@@ -78,6 +84,17 @@ def records(**changes: Any) -> RecordDict:
     return RecordDict({**good, **changes})
 
 
+def with_bytes(data: bytes) -> ArrayRecord:
+    return ArrayRecord({"": Array("uint8", (len(data),), codec.ENCODING, data)})
+
+
+@given(st.binary(max_size=99), st.binary(max_size=99))
+def test_any_bytes_are_an_envelope_or_refused(header: bytes, payload: bytes) -> None:
+    for data in (header, len(header).to_bytes(8, "little") + header + payload):
+        with contextlib.suppress(Refused):
+            codec.decode(records(message=with_bytes(data)))
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -85,7 +102,8 @@ def records(**changes: Any) -> RecordDict:
         records(about=ConfigRecord({"kind": "round", "facts": "{}", "refusal": ""})),
         records(about=ConfigRecord({"facts": "not json", "refusal": ""})),
         records(message=ArrayRecord({"": Array(np.ones(3))})),
-        records(message=ArrayRecord({"": Array("uint8", (3,), codec.ENCODING, b"abc")})),
+        records(message=with_bytes(b"abc")),
+        records(message=with_bytes(b"\x01" + b"\0" * 7 + b"5")),
     ],
 )
 def test_what_is_no_envelope_is_refused(wrong: RecordDict) -> None:

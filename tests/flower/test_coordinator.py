@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 import perfed
 from perfed import Result
@@ -17,7 +20,7 @@ from perfed.core.errors import PerfedError, RunError
 from perfed.core.message import Message
 from perfed.flower import coordinator as module
 from perfed.flower.coordinator import coordinate
-from perfed.flower.protocol import EVALUATE, FIRST, JOIN, ROUND, Envelope
+from perfed.flower.protocol import EVALUATE, FIRST, JOIN, ROUND, Envelope, Refused
 from tests.flower.setting import (
     MODELS,
     Desk,
@@ -337,6 +340,33 @@ def test_the_reports_of_a_simulation_work_on_a_federation(tmp_path: Path) -> Non
         result.model(0)
 
 
+def numbers(**changes: Any) -> dict[str, Any]:
+    return dict.fromkeys(module.JUDGED, 0.5) | changes
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text() | st.sampled_from(module.JUDGED), inner, max_size=5)
+        | st.fixed_dictionaries(dict.fromkeys(module.JUDGED, inner))
+        | st.fixed_dictionaries({"personal": inner})
+        | st.fixed_dictionaries({"train": inner, "validation": inner, "test": inner})
+    ),
+    max_leaves=9,
+)
+KNOWN = ("client", "sizes", "architecture", "site", "numbers")
+
+
+@given(values | st.fixed_dictionaries({}, optional=dict.fromkeys(KNOWN, values)))
+@example([1])
+def test_any_facts_are_an_introduction_or_refused(facts: Any) -> None:
+    with contextlib.suppress(Refused):
+        module._introduction(facts, 3)
+    with contextlib.suppress(Refused):
+        module._numbers({"numbers": facts})
+
+
 @pytest.mark.parametrize(
     ("kind", "lie"),
     [
@@ -348,6 +378,11 @@ def test_the_reports_of_a_simulation_work_on_a_federation(tmp_path: Path) -> Non
         (JOIN, {"sizes": {"train": float("inf"), "validation": 1, "test": 1}}),
         (JOIN, {"sizes": {"train": 10**30, "validation": 1, "test": 1}}),
         (JOIN, {"numbers": {"personal": {"test_accuracy": "high"}}}),
+        (JOIN, {"architecture": "mlp\ud800"}),  # half of a character cannot be printed
+        (JOIN, {"numbers": {"personal": numbers(test_loss=10**400)}}),
+        (ROUND, {"numbers": {"personal": numbers(test_loss=10**400)}}),
+        (ROUND, {"numbers": {"personal": numbers(test_accuracy=1e308)}}),  # no mean of it is finite
+        (ROUND, {"numbers": {"personal": {name: [0.5] for name in numbers()}}}),
         (ROUND, {"numbers": {"imperial": {}}}),
         (ROUND, {"numbers": None}),
     ],
@@ -376,7 +411,7 @@ def test_a_site_that_talks_nonsense_harms_nobody(
     assert last["clients"]
 
 
-@pytest.mark.parametrize("oddity", ["another name", "another shape", "nothing"])
+@pytest.mark.parametrize("oddity", ["another name", "another shape", "nothing", "too large"])
 def test_an_answer_that_does_not_fit_the_others_is_left_out(oddity: str, tmp_path: Path) -> None:
     folder = write_federation(tmp_path / "federation", rounds=2, clients_per_round=3)
 
@@ -392,6 +427,7 @@ def test_an_answer_that_does_not_fit_the_others_is_left_out(oddity: str, tmp_pat
                     "another name": {"other": right},
                     "another shape": {"soft_decisions": right[:3]},
                     "nothing": {},
+                    "too large": {"soft_decisions": right + 3e38},  # finite, unlike its square
                 }[oddity]
                 odd = Message.from_arrays(arrays)
                 self._arrived[name] = answer.answer(odd, dict(answer.facts))

@@ -39,6 +39,6 @@ def decode(records: RecordDict) -> Envelope:
             if array.stype != ENCODING:
                 raise ValueError(f"arrays encoded as {array.stype}")
             message = Message.from_arrays(tensorfile.decode(array.data)[0])
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+    except tensorfile.MALFORMED as error:
         raise Refused(f"not an envelope of perfed: {type(error).__name__}: {error}") from None
     return Envelope(header, message, facts, refusal)

@@ -9,6 +9,7 @@ answer from their checkpoints.
 from __future__ import annotations
 
 import dataclasses
+import json
 import time
 import uuid
 from collections import Counter
@@ -30,6 +31,7 @@ from perfed.core.metrics import PARTS as JUDGED_PARTS
 from perfed.core.selection import select_clients
 from perfed.core.tree import Weights, flatten
 from perfed.engines import ClientRecord
+from perfed.engines.population import with_public_statistics
 from perfed.flower.protocol import (
     EVALUATE,
     FIRST,
@@ -60,6 +62,8 @@ from perfed.runs.result import Result
 Say = Callable[[str], None]
 MOST = 10**12  # samples that a site may say it has
 JUDGED = [f"{part}_{quantity}" for part in JUDGED_PARTS for quantity in QUANTITIES]
+HIGHEST = {name: 1.0 if "accuracy" in name else torch.finfo(torch.float32).max for name in JUDGED}
+"""What can be; of several losses, the mean is then a number too."""
 
 
 class Transport(Protocol):
@@ -368,7 +372,6 @@ class FederatedRun(Coordinator):
             )
         with self._timed("merge"):
             self._merge(round, channel.up(replies))
-        check_finite(round, {"the server": [*flatten(self.progress.state).items()]})
         for client in replies:
             self.progress.trained[client] += 1
         return sorted(replies), difference(channel.total, before)
@@ -416,21 +419,33 @@ class FederatedRun(Coordinator):
     def _merge(self, round: int, replies: Mapping[int, Message]) -> None:
         """One answer that does not fit the others does not end the run: it is left out."""
         try:
-            super()._merge(round, replies)
+            self._merge_to_finite(round, replies)
             return
-        except PerfedError:
-            raise
         except Exception as error:  # whatever an algorithm can stumble over in odd arrays
-            reason = f"the answers of round {round} do not fit together: {error}"
+            fault = error
         for client in replies:
             try:
-                super()._merge(round, {k: reply for k, reply in replies.items() if k != client})
+                self._merge_to_finite(
+                    round, {k: reply for k, reply in replies.items() if k != client}
+                )
             except Exception:
                 continue
             self._say(f"the answer of client {client} is left out: it does not fit the others'")
             self._absent[str(client)] = "its answer does not fit the others'"
             return
-        raise RunError(reason)
+        if isinstance(fault, PerfedError):
+            raise fault
+        raise RunError(f"the answers of round {round} do not fit together: {fault}")
+
+    def _merge_to_finite(self, round: int, replies: Mapping[int, Message]) -> None:
+        before = self.progress.state
+        try:
+            super()._merge(round, replies)
+            check_finite(round, {"the server": [*flatten(self.progress.state).items()]})
+            json.dumps(self._described, allow_nan=False)  # as the round's line will have it
+        except Exception:
+            self.progress.state = before
+            raise
 
     def _columns(self, numbers: Mapping[int, Numbers]) -> dict[str, dict[str, list[float | None]]]:
         """A place for every client; those of whom nothing is known have no number."""
@@ -479,11 +494,7 @@ class FederatedRun(Coordinator):
             drawn = initial_weights(
                 known, self._shape, self.options.classes, experiment.seed, number=number
             )
-            separate = (
-                self.algorithm.trains_on_public_set
-                and experiment.training.public_batchnorm == "separate"
-            )
-            self._initial[key] = drawn._replace(public_buffers=drawn.buffers if separate else {})
+            self._initial[key] = with_public_statistics(drawn, self.algorithm, experiment.training)
         return self._initial[key]
 
     def _module(self, architecture: str) -> torch.nn.Module:
@@ -600,6 +611,8 @@ def _introduction(facts: Mapping[str, Any], clients: int) -> tuple[int, Member, 
         member = Member(str(facts["architecture"]), sizes, str(facts["site"]))
     except (KeyError, TypeError, ValueError, OverflowError):
         raise Refused("it does not say who it is") from None
+    if not member.architecture.isprintable():
+        raise Refused(f"its architecture's name, {member.architecture!a}, is no text")
     if not 0 <= client < clients or not 1 <= min(sizes.values()) <= max(sizes.values()) <= MOST:
         raise Refused(f"client {client} with {sizes} samples: there is no such client")
     return client, member, _numbers(facts) if "numbers" in facts else {}
@@ -608,15 +621,14 @@ def _introduction(facts: Mapping[str, Any], clients: int) -> tuple[int, Member, 
 def _numbers(facts: Mapping[str, Any]) -> Numbers:
     """How a site judges its models; raises Refused where these are not numbers."""
     try:
-        numbers = facts["numbers"]
-        judged = [numbers[kind][name] for kind in numbers for name in JUDGED]
-        if not numbers or not set(numbers) <= set(MODEL_NAMES):
-            raise ValueError
-        if not np.isfinite(np.array(judged, dtype=float)).all():
-            raise ValueError
-    except (KeyError, TypeError, ValueError):
+        said = dict(facts["numbers"])
+        numbers = {kind: {name: float(said[kind][name]) for name in JUDGED} for kind in said}
+    except (KeyError, TypeError, ValueError, OverflowError):
         raise Refused("its judgement of its models is not one") from None
-    return {kind: {name: float(numbers[kind][name]) for name in JUDGED} for kind in numbers}
+    possible = all(0 <= one[name] <= HIGHEST[name] for one in numbers.values() for name in one)
+    if not numbers or not numbers.keys() <= MODEL_NAMES.keys() or not possible:
+        raise Refused("its judgement of its models is not one")
+    return numbers
 
 
 def alike(numbers: Mapping[int, Numbers]) -> dict[int, Numbers]:

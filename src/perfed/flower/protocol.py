@@ -16,7 +16,6 @@ PROTOCOL = 1
 """Raised whenever the two sides would no longer understand each other."""
 
 JOIN, FIRST, ROUND, EVALUATE = "join", "first", "round", "evaluate"
-KINDS = (JOIN, FIRST, ROUND, EVALUATE)
 
 
 class Refused(PerfedError):

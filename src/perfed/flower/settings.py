@@ -23,6 +23,7 @@ from perfed.data import (
 )
 from perfed.data.datasets import scaled
 from perfed.data.federation import SMALLEST_CLIENT, split_client
+from perfed.data.own import checked_samples
 from perfed.data.partition import Given
 from perfed.data.readers import read_arrays
 from perfed.flower.protocol import public_hash
@@ -229,12 +230,7 @@ def raw_numbers(samples: Samples, where: str) -> Samples:
 
 def as_samples(x: Any, where: str) -> np.ndarray:
     """Checked and float32; bytes (0 … 255) are scaled to −1 … 1."""
-    x = np.asarray(x)
-    if x.ndim < 2 or not len(x) or not np.issubdtype(x.dtype, np.number):
-        raise ConfigError("must be numbers, samples × features or images", where)
-    if not np.isfinite(x).all():
-        raise ConfigError("has values that are not finite", where)
-    return scaled(x)
+    return scaled(checked_samples(x, where))
 
 
 def _call_source(source: str) -> tuple[np.ndarray, np.ndarray]:

@@ -34,7 +34,7 @@ from perfed.core import tensorfile
 from perfed.core.algorithm import Algorithm, algorithms
 from perfed.core.errors import ConfigError, Diverged, PerfedError, RunError, shape_text
 from perfed.core.message import Message
-from perfed.core.schema import from_mapping, to_mapping
+from perfed.core.schema import from_mapping, plain
 from perfed.core.threads import cpu_threads
 from perfed.core.tree import flatten, unflatten
 from perfed.data import ClientSplit, Federation
@@ -51,9 +51,9 @@ from perfed.flower.protocol import (
     public_hash,
 )
 from perfed.flower.settings import SiteOptions, read_site
-from perfed.models import Models
+from perfed.models import Models, parameter_count
 from perfed.runs.coordinator import check_finite
-from perfed.runs.result import tensors_of
+from perfed.runs.result import headline, tensors_of
 
 PARTS = ("train", "validation", "test")
 BEFORE_ALL = -2  # the last round of a site that has done none; the opening is −1
@@ -73,12 +73,7 @@ class Plan:
     algorithm: Algorithm
 
     def to_mapping(self) -> dict[str, Any]:
-        algorithm = self.algorithm
-        name = algorithm.import_path or algorithm.registered_name
-        return vars(self) | {
-            "training": to_mapping(self.training),
-            "algorithm": {"name": name} | to_mapping(algorithm),
-        }
+        return {name: plain(value) for name, value in vars(self).items()}
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Plan:
@@ -113,7 +108,7 @@ class Checkpoint:
         try:
             tensors, metadata = tensorfile.decode(path.read_bytes())
             round, facts = int(metadata["round"]), json.loads(metadata["facts"])
-        except (ValueError, KeyError, TypeError, RuntimeError) as error:
+        except tensorfile.MALFORMED as error:
             raise RunError(f"{path} is corrupt: {error}") from None
         answer = {
             name.removeprefix("answer/"): tensor
@@ -239,7 +234,8 @@ class Site:
         header, client, algorithm = task.header, self.options.client, plan.algorithm
         first = header.kind == FIRST
         with cpu_threads(fitting_threads(population)):
-            replies, records = population.run(
+            replies, records = SequentialEngine().run(
+                population,
                 (lambda one, message: algorithm.first_message(one))
                 if first
                 else algorithm.client_round,
@@ -263,7 +259,8 @@ class Site:
         """The same steps on the same mini-batches, without the federation."""
         population = self._population(plan, Local(), record)
         client = self.options.client
-        _, records = population.run(Local().client_round, {client: Message()}, round)
+        task = Local().client_round
+        _, records = SequentialEngine().run(population, task, {client: Message()}, round)
         return records[client]
 
     def _save(self, task: Envelope, plan: Plan, population: Population, after: Checkpoint) -> None:
@@ -293,8 +290,7 @@ class Site:
         }
         if not all(torch.isfinite(torch.tensor([*n.values()])).all() for n in numbers.values()):
             raise Diverged(f"round {round}: the loss here is not finite")
-        chosen = models.get("personal", models.get("global"))
-        return numbers, {} if chosen is None else tensors_of(chosen)
+        return numbers, tensors_of(headline(models))
 
     def _report(
         self,
@@ -308,8 +304,7 @@ class Site:
         folder = self._run_folder(task)
         if model:
             tensorfile.save(folder / "personal.safetensors", model)
-        kind = "personal" if "personal" in numbers else "global"
-        line: dict[str, Any] = {"round": task.header.round, **numbers[kind]}
+        line: dict[str, Any] = {"round": task.header.round, **headline(numbers)}
         text = f"round {task.header.round}: accuracy {100 * line['test_accuracy']:.1f} %"
         if checkpoint.alone is not None:
             line |= self._alone(task, plan, checkpoint.alone)
@@ -344,7 +339,8 @@ class Site:
         with chdir(self.folder):
             population = self._population(plan, Local(), None)
             client = options.client
-            said = population.run(
+            said = SequentialEngine().run(
+                population,
                 lambda one, message: Message(soft_decisions=one.soft_decisions()),
                 {client: Message()},
                 0,
@@ -354,7 +350,8 @@ class Site:
             check_finite(
                 0, {"the model": [*self._train_alone(plan, None, 0).weights.params.items()]}
             )
-        parameters = sum(p.numel() for p in population.record(client).weights.params.values())
+        architecture = population.architectures[client]
+        parameters = parameter_count(population.modules[architecture])
         seen = torch.bincount(
             torch.as_tensor(self.samples.y[split.train]), minlength=options.classes
         )
@@ -362,7 +359,7 @@ class Site:
             f"data: {len(split.train)} samples to train, {len(split.validation)} to validate, "
             f"{len(split.test)} to test, each {shape_text(self.samples.x.shape[1:])}; "
             f"{int((seen > 0).sum())} of {options.classes} classes in the training data",
-            f"model: {population.architectures[client]}, {parameters} parameters; takes a "
+            f"model: {architecture}, {parameters} parameters; takes a "
             f"training step, gives {options.classes} classes on {len(said['soft_decisions'])} "
             "public samples",
             f"public set: {self.public}"
