@@ -16,7 +16,16 @@ from perfed.core.tree import Weights
 from perfed.data import Split, datasets, partitions
 from perfed.engines import Execution
 from perfed.models import Models, architectures
-from perfed.runs import Callback, ComparisonResult, Result, compare, load_model, resume, run
+from perfed.runs import (
+    Callback,
+    ComparisonResult,
+    Result,
+    RoundReport,
+    compare,
+    load_model,
+    resume,
+    run,
+)
 
 try:
     __version__ = _metadata.version("perfed")
@@ -34,6 +43,7 @@ __all__ = [
     "Models",
     "PerfedError",
     "Result",
+    "RoundReport",
     "Split",
     "Training",
     "Weights",

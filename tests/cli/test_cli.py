@@ -40,6 +40,11 @@ def perfed(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
         (["--set", "rounds"], "--set: 'rounds' is not of the form key=value"),
         (["--set", "rounds=[1"], "--set rounds is not valid YAML"),
         (["--set", "models={architectures: [vgg11]}"], "'vgg11' needs images of at least 32×32"),
+        (
+            ["--set", "algorithm={name: perfed-evidence, caution: .inf}"],
+            "algorithm.caution: expected a finite number, got inf",
+        ),
+        (["--checkpoint-seconds", "inf"], "--checkpoint-seconds: expected a finite number"),
         (["--device", "abacus"], "device 'abacus' cannot be used"),
         (["--device", "meta"], "device 'meta' cannot be used"),
         (["--set", "algorithm=:x"], "cannot import ''"),
@@ -174,11 +179,14 @@ main()
 
 
 def test_ctrl_c_leaves_a_resumable_run_and_says_how(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: Path
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    config: Path,
 ) -> None:
-    folder = tmp_path / "run"
+    folder, rounds = tmp_path / "run", ["--set=rounds=150", "--checkpoint-seconds=1000"]
     process = subprocess.Popen(
-        [sys.executable, "-c", INTERRUPTIBLE, "run", config, f"--out={folder}", "--set=rounds=150"],
+        [sys.executable, "-c", INTERRUPTIBLE, "run", config, f"--out={folder}", *rounds],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -189,9 +197,47 @@ def test_ctrl_c_leaves_a_resumable_run_and_says_how(
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 130
+    assert error.count("stopping after this round; Ctrl-C again stops at once") == 1
     assert error.splitlines()[-1] == f"interrupted; continue with: perfed run --resume {folder}"
+    done = log.read_text().count("\n") - 1  # without the initial set's line
     assert perfed(monkeypatch, "run", "--resume", folder, "--json") == 0
-    assert log.read_text().count("\n") == 151  # and the initial set's line
+    assert f"continuing after round {done} of 150" in capsys.readouterr().err
+    whole = tmp_path / "whole"
+    assert perfed(monkeypatch, "run", config, "--out", whole, *rounds, "--json") == 0
+    assert log.read_text() == (whole / "rounds.jsonl").read_text()
+
+
+SAME_SECOND = """
+from datetime import datetime
+from perfed.runs import directory
+class Then:
+    now = staticmethod(lambda: datetime(2026, 1, 1))
+directory.datetime = Then
+from perfed.cli import main
+main()
+"""
+
+
+def test_runs_that_start_in_one_second_have_folders_of_their_own(
+    tmp_path: Path, config: Path
+) -> None:
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", SAME_SECOND, command, config, "--set=rounds=1", "--json"],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for command in ("run", "run", "compare")
+    ]
+    ends = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0], [error for _, error in ends]
+    base = "runs/experiment-20260101-000000"
+    folders = [json.loads(out)["directory"] for out, _ in ends]
+    assert sorted(folders) == [base, f"{base}-2", f"{base}-3"]
+    for folder, (_, told) in zip(folders, ends, strict=True):  # the one it got, not one it wanted
+        assert told.startswith(f"run directory: {folder}; experiment ")
 
 
 class Stop(Callback):

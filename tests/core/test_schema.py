@@ -61,6 +61,11 @@ def test_an_error_names_the_dotted_key_and_what_is_right() -> None:
         ({"split": {"train": [0.5], "test": 0.6}}, "split: 0.5 + 0.1 + 0.6 is more than"),
         ({"name": "../elsewhere"}, "name: '../elsewhere' cannot name a folder"),
         ({"training": {"learning_rate": 10**400}}, "learning_rate: the number is too large"),
+        (
+            {"training": {"learning_rate": float("inf")}},
+            "training.learning_rate: expected a finite number, got inf",
+        ),
+        ({"split": {"train": [float("nan")]}}, "split.train[0]: expected a finite number, got nan"),
         ({"training": 3}, "training: expected keys and values, got int 3"),
         ({"models": {"architectures": []}}, "models.architectures: at least one"),
     ],

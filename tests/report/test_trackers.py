@@ -12,7 +12,7 @@ import pytest
 
 import perfed
 from perfed.config import parse
-from perfed.core.errors import ConfigError
+from perfed.core.errors import ConfigError, Diverged
 from perfed.engines import Execution
 from perfed.report.trackers import scalars, trackers
 from tests.conftest import TINY, tiny
@@ -145,8 +145,8 @@ class FakeMlflow:
         for key, point in metrics:
             run["points"].setdefault(key, []).append(point)
 
-    def set_terminated(self, run_id: str) -> None:
-        self.runs[int(run_id)]["over"] = True
+    def set_terminated(self, run_id: str, status: str) -> None:
+        self.runs[int(run_id)]["status"] = status
 
 
 class FakeWandb:
@@ -159,12 +159,12 @@ class FakeWandb:
         assert settings["resume"] == "allow"
         id = id or f"run{len(self.runs)}"
         if id not in self.runs:
-            run = SimpleNamespace(id=id, settings=settings, points={}, over=False)
+            run = SimpleNamespace(id=id, settings=settings, points={}, exit_code=None)
             run.log = lambda numbers, step, commit: [
                 run.points.setdefault(name, []).append((step, value))
                 for name, value in numbers.items()
             ]
-            run.finish = lambda: setattr(run, "over", True)
+            run.finish = lambda exit_code: setattr(run, "exit_code", exit_code)
             self.runs[id] = run
         return self.runs[id]
 
@@ -181,7 +181,7 @@ def test_mlflow_is_told_every_round_once(
     assert run["params"]["training.learning_rate"] == "0.1"
     points = {name: run["points"][name] for name in truth(result)}
     assert points == truth(result)
-    assert run["over"]
+    assert run["status"] == "FINISHED"
     perfed.run(tiny(rounds=1, name="trial"), tmp_path / "b", callbacks=trackers(mlflow=True))
     assert [run["group"] for run in fake.runs] == ["id of trial"] * 2
 
@@ -196,7 +196,21 @@ def test_wandb_is_told_every_round_once(
     (run,) = fake.runs.values()
     assert {name: run.points[name] for name in truth(result)} == truth(result)
     assert run.settings["config"]["algorithm"]["clusters"] == 2
-    assert run.over
+    assert run.exit_code == 0
+
+
+def test_a_run_that_diverges_is_a_failure_at_the_trackers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlflow, wandb = FakeMlflow(), FakeWandb()
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "wandb", wandb)  # type: ignore[arg-type]
+    everywhere = trackers(tensorboard=True, mlflow=True, wandb=True)
+    wild = tiny(training={"learning_rate": 1e30, "steps": 2})
+    with pytest.raises(Diverged):
+        perfed.run(wild, tmp_path / "run", callbacks=everywhere)
+    assert [run["status"] for run in mlflow.runs] == ["FAILED"]
+    assert [run.exit_code for run in wandb.runs.values()] == [1]
 
 
 def test_a_run_tracked_from_its_middle_on_is_told_whole(tmp_path: Path) -> None:

@@ -6,9 +6,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from html import escape
 from pathlib import Path
 
 import pytest
@@ -17,9 +19,12 @@ import torch
 import perfed
 from perfed import Execution
 from perfed.core.errors import Diverged, RunError
+from perfed.report.page import draw, html
 from perfed.runs import resume_comparison
 from perfed.runs.directory import RunDirectory
-from tests.conftest import TINY, tiny
+from perfed.runs.simulation import Simulation
+from perfed.runs.stopping import Stopped
+from tests.conftest import STACKED, TINY, tiny
 
 HETEROGENEOUS = TINY | {
     "rounds": 30,
@@ -134,6 +139,24 @@ def test_a_finished_run_is_returned_as_it_is(tmp_path: Path) -> None:
     assert contents(tmp_path / "run") == before
 
 
+def test_a_run_that_is_finished_meanwhile_is_not_begun_again(tmp_path: Path) -> None:
+    late = Simulation(tiny())  # a second process: it saw no result when it began
+    perfed.run(tiny(), tmp_path / "run")
+    before = contents(tmp_path / "run")
+    assert late.finish_in(RunDirectory(tmp_path / "run")).summary["finished"]
+    assert not late.progress.opened
+    assert contents(tmp_path / "run") == before
+
+
+def test_a_comparison_is_resumed_as_a_run_is(tmp_path: Path) -> None:
+    comparison = perfed.Comparison(tiny(rounds=2), ("local",), (0, 1))
+    with pytest.raises(KeyboardInterrupt):
+        perfed.compare(comparison, tmp_path / "run", callbacks=[StopAfter(1)])
+    resumed = perfed.resume(tmp_path / "run")
+    assert isinstance(resumed, perfed.ComparisonResult)
+    assert [result.summary["finished"] for result in resumed.results] == [True, True]
+
+
 def test_what_cannot_be_resumed_says_why_and_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="not a run directory"):
         perfed.resume(tmp_path)
@@ -237,5 +260,98 @@ class WithoutNumbers(torch.nn.Linear):
 
 def test_a_model_that_blows_up_is_reported_and_not_averaged(tmp_path: Path) -> None:
     training = TINY["training"] | {"learning_rate": 1e30}
-    with pytest.raises(perfed.PerfedError, match=r"round \d: '.*' of client \d is not finite"):
-        perfed.run(tiny(training=training), tmp_path / "run")
+    run = tmp_path / "run"
+    with pytest.raises(Diverged, match=r"round \d: '.*' of client \d is not finite"):
+        perfed.run(tiny(training=training), run)
+    failure = RunDirectory(run).failure
+    assert "is not finite" in failure
+    report = draw([run])
+    assert report.over  # so --watch ends
+    assert f"has no result: {escape(failure)}" in html(report)
+    before = (run / "failed.json").stat().st_mtime_ns
+    with pytest.raises(Diverged, match=r"diverged, and would again; .* a smaller training"):
+        perfed.resume(run)
+    with pytest.raises(RunError, match=r"has no models: round \d: "):
+        perfed.Result(run).model(0)
+    assert (run / "failed.json").stat().st_mtime_ns == before
+
+
+class CtrlC(perfed.Callback):
+    """Presses it so often, when the first run has done a round."""
+
+    def __init__(self, round: int, times: int = 1) -> None:
+        self.round, self.times = round, times
+
+    def on_round(self, report: perfed.RoundReport) -> None:
+        while report.round == self.round and self.times:
+            self.times -= 1
+            signal.raise_signal(signal.SIGINT)
+
+
+@pytest.fixture
+def listening() -> Iterator[None]:
+    """As in a terminal: what starts in the background starts with Ctrl-C ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    signal.signal(signal.SIGINT, before)
+
+
+RARELY = Execution(engine="stacked", device="cpu", checkpoint_seconds=1e9)
+
+
+@pytest.mark.usefixtures("listening")
+def test_ctrl_c_saves_the_round_it_waits_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = perfed.run(tiny(), tmp_path / "whole", how=RARELY)
+    with pytest.raises(Stopped):
+        perfed.run(tiny(), tmp_path / "run", how=RARELY, callbacks=[CtrlC(round=0)])
+    said = capsys.readouterr()
+    assert said.err == "stopping after this round; Ctrl-C again stops at once\n"
+    assert not said.out
+    manifest = RunDirectory(tmp_path / "run").read_json("checkpoint/manifest.json")
+    assert manifest["next_round"] == 2
+    perfed.resume(tmp_path / "run", how=RARELY)
+    assert contents(tmp_path / "run") == contents(whole.path)
+
+
+@pytest.mark.usefixtures("listening")
+def test_a_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt) as caught:
+        perfed.run(tiny(), tmp_path / "run", how=RARELY, callbacks=[CtrlC(round=0, times=2)])
+    assert caught.type is KeyboardInterrupt
+    assert len(RunDirectory(tmp_path / "run").lines("timing.jsonl")) == 1
+    assert not (tmp_path / "run" / "checkpoint").exists()
+
+
+@pytest.mark.usefixtures("listening")
+def test_ctrl_c_saves_all_runs_side_by_side_and_begins_no_other(tmp_path: Path) -> None:
+    base = tiny(rounds=4)
+    comparison = perfed.Comparison(base, (base.algorithm, "majority"), (0, 1))
+    whole = perfed.compare(comparison, tmp_path / "whole", how=STACKED, side_by_side=True)
+    run = tmp_path / "run"
+    with pytest.raises(Stopped):
+        perfed.compare(comparison, run, how=RARELY, side_by_side=True, callbacks=[CtrlC(round=1)])
+    manifests = [json.loads(file.read_text()) for file in run.glob("*/checkpoint/manifest.json")]
+    assert sorted(manifest["next_round"] for manifest in manifests) == [2, 3]
+    assert not list(run.glob("majority*"))
+    assert resume_comparison(run, how=STACKED, side_by_side=True).table() == whole.table()
+
+
+def test_who_handles_ctrl_c_himself_goes_on_doing_so(tmp_path: Path) -> None:
+    pressed: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
+    try:
+        perfed.run(tiny(), tmp_path / "run", callbacks=[CtrlC(round=0)])
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert pressed == [signal.SIGINT]
+
+
+@pytest.mark.usefixtures("listening")
+def test_a_run_in_a_thread_leaves_ctrl_c_to_the_main_one(tmp_path: Path) -> None:
+    thread = threading.Thread(target=perfed.run, args=[tiny(), tmp_path / "run"])
+    thread.start()
+    thread.join()
+    assert RunDirectory(tmp_path / "run").finished

@@ -17,6 +17,7 @@ from perfed.config import Experiment
 from perfed.report.layout import Table
 from perfed.report.tables import quantity
 from perfed.runs import Callback, RoundReport
+from perfed.runs.comparison import FILE as COMPARISON_FILE
 from perfed.runs.directory import RunDirectory
 
 LEAST_IMPORTANT = ("best test*", "parameters", "worst 10 %")
@@ -28,8 +29,10 @@ class Display(Callback):
     """On stderr: a live bar per run in a terminal, elsewhere a plain line for every tenth of the
     rounds; before them where the runs are, and from where a resumed one goes on."""
 
-    def __init__(self, folder: Path, resuming: bool = False) -> None:
-        self._folder, self._resuming = folder, resuming
+    def __init__(self, folder: Path | None = None, resuming: bool = False) -> None:
+        self.folder = folder
+        """Of all runs; of a new one, known once it is begun."""
+        self._resuming = resuming
         self._console = console = Console(stderr=True)
         self._bars: Progress | None = None
         if console.is_terminal:
@@ -57,6 +60,7 @@ class Display(Callback):
         name = _run_title(experiment)
         first_run = not self._began
         if first_run:
+            self.folder = self.folder or _whole(directory)
             self._tell(self._whereabouts(experiment, directory, first_round))
             self._tell_networks(directory)
         if first_round:
@@ -84,7 +88,7 @@ class Display(Callback):
 
     def _whereabouts(self, experiment: Experiment, directory: Path, first_round: int) -> str:
         """Where the runs are, and of those that begin now how they are executed."""
-        line = f"run directory: {self._folder}; experiment {experiment.name}"
+        line = f"run directory: {self.folder}; experiment {experiment.name}"
         if self._resuming or first_round:  # what it was begun on need not be what it goes on on
             return line
         machine = RunDirectory(directory).read_json("environment.json")
@@ -99,6 +103,11 @@ class Display(Callback):
 
     def _tell(self, line: str) -> None:
         self._console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+
+def _whole(directory: Path) -> Path:
+    """The folder of the comparison that a run is of, or of the run itself."""
+    return directory.parent if (directory.parent / COMPARISON_FILE).is_file() else directory
 
 
 def networks_table(partition: Mapping[str, Any]) -> list[str]:

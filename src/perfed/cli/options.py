@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -88,7 +89,7 @@ def execution(
         "workers": workers,
         "device": device,
         "precision": precision,
-        "store_limit": float("inf") if store_limit is None else store_limit,
+        "store_limit": store_limit,
         "checkpoint_seconds": checkpoint_seconds,
     }
     try:
@@ -118,6 +119,8 @@ def parse_seeds(text: str) -> list[int]:
             seeds += range(int(low), int(high) + 1) if dash else [int(low)]
     except ValueError:
         raise ConfigError(f"'{text}' is not a list of whole numbers, as 0,1,2", "--seeds") from None
+    if not seeds:
+        raise ConfigError(f"there is no seed in {text}: the lower one comes first", "--seeds")
     if len(set(seeds)) < len(seeds):
         raise ConfigError(f"a seed is there twice in {text}", "--seeds")
     return seeds
@@ -126,6 +129,8 @@ def parse_seeds(text: str) -> list[int]:
 def parse_numbers(text: str, where: str) -> list[float]:
     try:
         numbers = [float(piece) for piece in text.split(",")]
+        if not all(map(math.isfinite, numbers)):
+            raise ValueError
     except ValueError:
         raise ConfigError(f"'{text}' is not a list of numbers, as 0.1,0.15", where) from None
     if len(set(numbers)) < len(numbers):

@@ -79,7 +79,7 @@ def reproduce(
     workers: WorkersOption = 0,
     device: DeviceOption = "auto",
     precision: PrecisionOption = "auto",
-    checkpoint_seconds: CheckpointOption = 10.0,
+    checkpoint_seconds: CheckpointOption = Execution.checkpoint_seconds,
 ) -> None:
     """Make a result of the paper again, beside the paper's own numbers.
 
@@ -159,7 +159,7 @@ def tune(
     workers: WorkersOption = 0,
     device: DeviceOption = "auto",
     precision: PrecisionOption = "auto",
-    checkpoint_seconds: CheckpointOption = 10.0,
+    checkpoint_seconds: CheckpointOption = Execution.checkpoint_seconds,
 ) -> None:
     """Search settings by validation accuracy and keep every trial; resumes where it stopped."""
     values = overridden(file, set_ or ())

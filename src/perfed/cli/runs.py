@@ -38,8 +38,8 @@ from perfed.engines import Execution
 from perfed.report.trackers import trackers
 from perfed.runs import Callback, ComparisonResult, Result
 from perfed.runs.comparison import FILE as COMPARISON_FILE
-from perfed.runs.comparison import resume_comparison
-from perfed.runs.directory import default_path
+
+BEGUN = ("config.yaml", COMPARISON_FILE)  # one of them is in a folder that can be resumed
 
 
 def run(
@@ -55,7 +55,7 @@ def run(
     device: DeviceOption = "auto",
     precision: PrecisionOption = "auto",
     store_limit: StoreOption = None,
-    checkpoint_seconds: CheckpointOption = 10.0,
+    checkpoint_seconds: CheckpointOption = Execution.checkpoint_seconds,
     tensorboard: TensorBoardOption = False,
     mlflow: MlflowOption = False,
     wandb: WandbOption = False,
@@ -72,7 +72,7 @@ def run(
         _execute(None, resume, as_json, how, tracking)
     else:
         what = perfed.load(file, set_ or ())
-        _execute(what, _target(what, out), as_json, how, tracking)
+        _execute(what, out, as_json, how, tracking)
 
 
 def compare(
@@ -98,7 +98,7 @@ def compare(
     device: DeviceOption = "auto",
     precision: PrecisionOption = "auto",
     store_limit: StoreOption = None,
-    checkpoint_seconds: CheckpointOption = 10.0,
+    checkpoint_seconds: CheckpointOption = Execution.checkpoint_seconds,
     tensorboard: TensorBoardOption = False,
     mlflow: MlflowOption = False,
     wandb: WandbOption = False,
@@ -118,38 +118,35 @@ def compare(
     what = parse(values)
     how = execution(engine, workers, device, precision, store_limit, checkpoint_seconds)
     tracking = trackers(tensorboard=tensorboard, mlflow=mlflow, wandb=wandb)
-    _execute(what, _target(what, out), as_json, how, tracking, side_by_side)
-
-
-def _target(what: Experiment | Comparison, out: Path | None) -> Path:
-    name = what.experiment.name if isinstance(what, Comparison) else what.name
-    return out or default_path(name)
+    _execute(what, out, as_json, how, tracking, side_by_side)
 
 
 def _execute(
     what: Experiment | Comparison | None,
-    path: Path,
+    path: Path | None,
     as_json: bool,
     how: Execution,
     tracking: Sequence[Callback],
     side_by_side: bool = False,
 ) -> None:
-    """Start ``what`` in ``path``, or continue what is there, and print how it ended."""
+    """Start ``what`` in ``path`` (or in a new folder), or continue what is there, and print how it
+    ended."""
     result: Result | ComparisonResult
+    display = Display(path, resuming=what is None)
+    common: dict[str, Any] = {"callbacks": [display, *tracking], "how": how}
     try:
-        with Display(path, resuming=what is None) as display:
-            common: dict[str, Any] = {"callbacks": [display, *tracking], "how": how}
+        with display:
             if isinstance(what, Comparison):
                 result = perfed.compare(what, path, **common, side_by_side=side_by_side)
             elif what is not None:
                 result = perfed.run(what, path, **common)
-            elif (path / COMPARISON_FILE).is_file():
-                result = resume_comparison(path, **common)
             else:
+                assert path is not None
                 result = perfed.resume(path, **common)
     except KeyboardInterrupt:
-        if (path / "config.yaml").is_file() or (path / COMPARISON_FILE).is_file():
-            print(f"\ninterrupted; continue with: perfed run --resume {path}", file=sys.stderr)
+        if display.folder and any((display.folder / name).is_file() for name in BEGUN):
+            where = display.folder
+            print(f"\ninterrupted; continue with: perfed run --resume {where}", file=sys.stderr)
         raise typer.Exit(130) from None
     _print_end(result, as_json)
 

@@ -15,6 +15,7 @@ perfed.core.errors.ConfigError: minuts: unknown key; did you mean 'minutes'? (kn
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -119,10 +120,7 @@ def coerce(hint: Any, value: Any) -> Any:
     if hint is float:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ConfigError(f"expected a number, got {_describe(value)}")
-        try:
-            return float(value)
-        except OverflowError:
-            raise ConfigError("the number is too large") from None
+        return _finite(value)
     if hint is int:
         if isinstance(value, bool) or not isinstance(value, int):
             raise ConfigError(f"expected a whole number, got {_describe(value)}")
@@ -134,6 +132,17 @@ def coerce(hint: Any, value: Any) -> Any:
             raise ConfigError(f"expected {hint.__name__}, got {_describe(value)}")
         return value
     raise TypeError(f"options cannot hold {hint!r}")
+
+
+def _finite(value: float) -> float:
+    """No option means something where it is infinite, and JSON could not hold it."""
+    try:
+        number = float(value)
+    except OverflowError:
+        raise ConfigError("the number is too large") from None
+    if not math.isfinite(number):
+        raise ConfigError(f"expected a finite number, got {number}")
+    return number
 
 
 def _coerce_item(hint: Any, item: Any, position: int) -> Any:

@@ -13,9 +13,9 @@ import numpy as np
 
 from perfed.core.errors import RunError
 from perfed.core.metrics import MODEL_NAMES
-from perfed.runs.comparison import FAILED, read_comparison, run_name
 from perfed.runs.comparison import FILE as COMPARISON_FILE
-from perfed.runs.directory import LOCK, RunDirectory
+from perfed.runs.comparison import read_comparison, run_name
+from perfed.runs.directory import FAILED, LOCK, RunDirectory
 from perfed.runs.result import Result, part_size
 
 IN_A_NAME = ("name", "about", "seed", "algorithm")  # do not set two runs of a method apart
@@ -121,9 +121,7 @@ class Run:
     @property
     def failure(self) -> str:
         """Why it ended, where it did not end well."""
-        if not (self.path / FAILED).is_file() or self.directory.finished:
-            return ""
-        return str(self.directory.read_json(FAILED)["error"])
+        return self.directory.failure
 
     @property
     def over(self) -> bool:

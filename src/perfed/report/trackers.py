@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from perfed.config import Experiment
+from perfed.core.errors import Diverged
 from perfed.core.extras import needed
 from perfed.core.tensorfile import write_atomically
 from perfed.report.gather import flat
@@ -62,7 +63,7 @@ class Tracker(Callback):
     def _tell(self, handle: Any, done: int, numbers: Scalars) -> None: ...
 
     @abstractmethod
-    def _end(self, handle: Any) -> None: ...
+    def _end(self, handle: Any, failed: bool) -> None: ...
 
     def on_start(self, experiment: Experiment, directory: Path, first_round: int) -> None:
         handle, has = self._begin(experiment, directory)
@@ -79,7 +80,10 @@ class Tracker(Callback):
             self._tell(handle, report.round + 1, numbers | {"time/round": report.seconds})
 
     def on_end(self, result: Result) -> None:
-        self._end(self._open.pop(result.experiment)[0])
+        self._end(self._open.pop(result.experiment)[0], failed=False)
+
+    def on_failure(self, experiment: Experiment, error: Diverged) -> None:
+        self._end(self._open.pop(experiment)[0], failed=True)
 
 
 class TensorBoard(Tracker):
@@ -100,7 +104,7 @@ class TensorBoard(Tracker):
             handle.add_scalar(name, value, done)
         handle.flush()  # a run may be killed
 
-    def _end(self, handle: Any) -> None:
+    def _end(self, handle: Any, failed: bool) -> None:
         handle.close()
 
 
@@ -156,8 +160,8 @@ class MLflow(Remote):
         )
         self._write_note(directory, run, done)
 
-    def _end(self, handle: Any) -> None:
-        self._client.set_terminated(handle[1])
+    def _end(self, handle: Any, failed: bool) -> None:
+        self._client.set_terminated(handle[1], "FAILED" if failed else "FINISHED")
 
 
 class WeightsAndBiases(Remote):
@@ -187,8 +191,8 @@ class WeightsAndBiases(Remote):
         run.log(numbers, step=done, commit=True)  # at once: a run may be killed
         self._write_note(directory, run.id, done)
 
-    def _end(self, handle: Any) -> None:
-        handle[1].finish()
+    def _end(self, handle: Any, failed: bool) -> None:
+        handle[1].finish(exit_code=int(failed))
 
 
 TRACKERS: dict[str, Callable[[], Tracker]] = {

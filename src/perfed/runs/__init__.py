@@ -1,9 +1,9 @@
 """Run directories, checkpoints, and the loop that fills them."""
 
-from perfed.runs.comparison import ComparisonResult, compare, resume_comparison
+from perfed.runs.comparison import ComparisonResult, compare, resume, resume_comparison
 from perfed.runs.coordinator import Callback, RoundReport
 from perfed.runs.result import Result, load_model
-from perfed.runs.simulation import resume, run
+from perfed.runs.simulation import run
 
 __all__ = [
     "Callback",

@@ -14,15 +14,21 @@ from perfed.core.threads import cpu_threads
 from perfed.engines import Call, Engine, Execution
 from perfed.engines.execution import fitting_threads
 from perfed.runs.coordinator import Callback, Steps
-from perfed.runs.directory import LOCK, RunDirectory, default_path, make_directory
+from perfed.runs.directory import LOCK, RunDirectory, claimed_path, make_directory
 from perfed.runs.result import Result
-from perfed.runs.simulation import AUTOMATIC, Simulation, checked, in_recorded_precision
+from perfed.runs.simulation import (
+    AUTOMATIC,
+    Simulation,
+    checked,
+    in_recorded_precision,
+    resume_run,
+)
+from perfed.runs.stopping import Stop, Stopped
 
 if TYPE_CHECKING:
     from perfed.report.layout import Table
 
 FILE = "comparison.yaml"
-FAILED = "failed.json"
 
 
 class ComparisonResult:
@@ -37,10 +43,9 @@ class ComparisonResult:
             if ((folder := self.path / run_name(experiment)) / "summary.json").is_file()
         ]
         self.failures = [
-            f"{experiment.algorithm.label()}, seed {experiment.seed}, has no result: "
-            + str(RunDirectory(folder).read_json(FAILED)["error"])
+            f"{experiment.algorithm.label()}, seed {experiment.seed}, has no result: {failure}"
             for experiment in self.comparison.experiments()
-            if ((folder := self.path / run_name(experiment)) / FAILED).is_file()
+            if (failure := RunDirectory(self.path / run_name(experiment)).failure)
         ]
 
     def table(self) -> str:
@@ -128,7 +133,7 @@ def compare(
     for experiment in comparison.experiments():  # what cannot run must not start
         if experiment.algorithm == first.algorithm or experiment.seed == first.seed:
             Simulation(experiment, how=how)
-    path = Path(directory) if directory else default_path(comparison.experiment.name)
+    path = Path(directory) if directory else claimed_path(comparison.experiment.name)
     make_directory(path)
     RunDirectory(path).write_yaml(FILE, comparison.to_mapping())
     return resume_comparison(path, callbacks=callbacks, how=how, side_by_side=side_by_side)
@@ -155,22 +160,37 @@ def resume_comparison(
                 for experiment in experiments[start : start + at_once]
                 if not _is_closed(path / run_name(experiment))
             }
-            for folder, error in run_together(open_runs, callbacks, how).items():
-                RunDirectory(folder).write_json(FAILED, {"error": str(error)})
+            run_together(open_runs, callbacks, how)
     return ComparisonResult(path)
 
 
+def resume(
+    directory: str | Path,
+    *,
+    callbacks: Sequence[Callback] = (),
+    how: Execution = AUTOMATIC,
+) -> Result | ComparisonResult:
+    """Continue a run from its newest checkpoint, or of a comparison what is not finished; what is
+    finished is returned as it is. A :class:`ComparisonResult` of a comparison, else a
+    :class:`Result`."""
+    is_comparison = (Path(directory) / FILE).is_file()
+    go_on = resume_comparison if is_comparison else resume_run
+    return go_on(directory, callbacks=callbacks, how=how)
+
+
 def _is_closed(folder: Path) -> bool:
-    return (folder / FAILED).is_file() or (folder / "summary.json").is_file()
+    directory = RunDirectory(folder)
+    return directory.finished or bool(directory.failure)
 
 
 def run_together(
     experiments: Mapping[Path, Experiment], callbacks: Sequence[Callback], how: Execution
-) -> dict[Path, Diverged]:
-    """Start or continue each experiment in its directory, all on one engine; who diverged."""
-    diverged: dict[Path, Diverged] = {}
+) -> None:
+    """Start or continue each experiment in its directory, all on one engine, until each has ended
+    or diverged. Ctrl-C stops each after its round."""
     engine: Engine | None = None
     runs: dict[Path, Steps[Result]] = {}
+    stop = Stop()
     with ExitStack() as locks:
         for folder, experiment in experiments.items():
             opened = RunDirectory(folder)
@@ -183,24 +203,23 @@ def run_together(
             if engine is None:
                 engine = simulation.engine
                 locks.callback(engine.close)
-            runs[folder] = simulation.steps(opened)
+            runs[folder] = simulation.steps(opened, stop)
             locks.enter_context(cpu_threads(fitting_threads(simulation.population)))
+        locks.enter_context(stop.listening())
         waiting: dict[Path, list[Call]] = {}
         results: dict[Path, list[Any] | None] = dict.fromkeys(runs)
         while runs:
             for folder, steps in list(runs.items()):
                 try:
                     waiting[folder] = steps.send(results[folder])  # type: ignore[arg-type]
-                except StopIteration:
-                    del runs[folder]
-                except Diverged as error:
-                    diverged[folder] = error
+                except (StopIteration, Diverged, Stopped):
                     del runs[folder]
             if engine is not None:
                 results = dict(_perform_all(engine, {f: waiting[f] for f in runs}))
     engine = None
     gc.collect()  # an engine and its clients know each other: their models would stay for a while
-    return diverged
+    if stop.asked:  # also where it was the last round: nothing further is begun
+        raise Stopped
 
 
 def _perform_all(

@@ -25,8 +25,9 @@ from perfed.core.streams import torch_stream
 from perfed.core.tree import find_not_finite
 from perfed.engines import ClientRecord
 from perfed.runs.checkpoint import Checkpoints, Progress
-from perfed.runs.directory import RunDirectory
+from perfed.runs.directory import FAILED, RunDirectory
 from perfed.runs.result import Result, headline
+from perfed.runs.stopping import Stop, Stopped
 
 CHECKPOINT_SHARE = 0.05  # of a run's time, at most, is spent writing checkpoints
 T = TypeVar("T")
@@ -56,6 +57,8 @@ class Callback:
     def on_round(self, report: RoundReport) -> None: ...
 
     def on_end(self, result: Result) -> None: ...
+
+    def on_failure(self, experiment: Experiment, error: Diverged) -> None: ...
 
 
 class Performer(Protocol):
@@ -130,14 +133,22 @@ class Coordinator(ABC):
 
     # What does not.
 
-    def steps(self, directory: RunDirectory) -> Steps[Result]:
-        """The whole run in a locked directory, from its start or from its newest checkpoint."""
+    def steps(self, directory: RunDirectory, stop: Stop | None = None) -> Steps[Result]:
+        """The whole run in a locked directory, from its start or from its newest checkpoint; as
+        long as nobody asks it to stop. A run that has ended stays as it is."""
         directory.remove_leftovers()
         config = directory.path / "config.yaml"
         if not config.is_file():
             directory.write_yaml("config.yaml", self.experiment.to_mapping())
         elif parse(read_mapping(config)) != self.experiment:
             raise RunError(f"{directory.path} was begun with other settings: choose another folder")
+        if directory.finished:  # by another process, since it was last looked at
+            return Result(directory.path)
+        if directory.failure:
+            raise Diverged(
+                f"{directory.path} diverged, and would again; begin a new run with other "
+                f"settings: {directory.failure}"
+            )
         self._open(directory)
         checkpoints = Checkpoints(directory)
         saved = checkpoints.load(self.device)
@@ -145,9 +156,15 @@ class Coordinator(ABC):
             self.progress, records = saved
             self._restore(records)
         directory.cut_logs(self.progress.log_sizes)
-        return (yield from self._run(directory, checkpoints))
+        try:
+            return (yield from self._run(directory, checkpoints, stop or Stop()))
+        except Diverged as error:
+            directory.write_json(FAILED, {"error": str(error)})
+            for callback in self.callbacks:
+                callback.on_failure(self.experiment, error)
+            raise
 
-    def _run(self, directory: RunDirectory, checkpoints: Checkpoints) -> Steps[Result]:
+    def _run(self, directory: RunDirectory, checkpoints: Checkpoints, stop: Stop) -> Steps[Result]:
         progress, experiment = self.progress, self.experiment
         channel = Channel(progress.traffic)
         for callback in self.callbacks:
@@ -183,7 +200,8 @@ class Coordinator(ABC):
             directory.append("timing.jsonl", {"round": round, **self.seconds})
             progress.next_round = round + 1
             progress.log_sizes = directory.log_sizes()
-            if time.monotonic() - last_saved >= wait:
+            stopping = stop.asked
+            if stopping or time.monotonic() - last_saved >= wait:
                 began_saving = time.monotonic()
                 checkpoints.save(progress, self._kept(), self.changed)
                 self.changed.clear()
@@ -195,6 +213,8 @@ class Coordinator(ABC):
             report = RoundReport(experiment, round, accuracy, channel.total, seconds, evaluation)
             for callback in self.callbacks:
                 callback.on_round(report)
+            if stopping:
+                raise Stopped
         return (yield from self._finish(directory, checkpoints))
 
     def _finish(self, directory: RunDirectory, checkpoints: Checkpoints) -> Steps[Result]:

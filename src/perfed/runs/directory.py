@@ -12,6 +12,7 @@
     checkpoint/      the newest complete state, while the run is going on
     models/          the final models, safetensors
     summary.json     the end of a finished run
+    failed.json      instead of it, why a run has diverged
     report.html      what there is to see of it, made from the rest
 
 Lines are only ever appended, so a run can be read while it goes on. A resume cuts the files back to
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import platform
@@ -42,6 +44,7 @@ from perfed.core.tensorfile import write_atomically
 from perfed.engines.store import PREFIX as STORE_PREFIX
 
 LOCK = ".lock"
+FAILED = "failed.json"
 FEDERATION = "federation.json"  # there where clients are sites, and keep their models
 LOGS = ("rounds.jsonl", "clients.jsonl", "timing.jsonl")
 
@@ -66,6 +69,13 @@ class RunDirectory:
     @property
     def finished(self) -> bool:
         return (self.path / "summary.json").is_file()
+
+    @property
+    def failure(self) -> str:
+        """Why it ended without a result; empty where it did not."""
+        if self.finished or not (self.path / FAILED).is_file():
+            return ""
+        return str(self.read_json(FAILED)["error"])
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -161,13 +171,19 @@ def make_directory(path: Path) -> None:
         raise RunError(f"cannot create {path}: {error.strerror}") from None
 
 
-def default_path(name: str, root: Path = Path("runs")) -> Path:
-    """``runs/<name>-<time>``, numbered where two runs start in one second."""
+def claimed_path(name: str, root: Path = Path("runs")) -> Path:
+    """``runs/<name>-<time>``, numbered where several runs start in one second. It is made here,
+    still empty: whoever makes it has it, and of two processes only one can."""
     base = root / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
-    number, path = 1, base
-    while path.exists():
-        number += 1
-        path = base.with_name(f"{base.name}-{number}")
+    try:
+        base.parent.mkdir(parents=True, exist_ok=True)
+        for number in itertools.count(1):
+            path = base if number == 1 else base.with_name(f"{base.name}-{number}")
+            with contextlib.suppress(FileExistsError):
+                path.mkdir()
+                break
+    except OSError as error:
+        raise RunError(f"cannot create {base}: {error.strerror}") from None
     return path
 
 

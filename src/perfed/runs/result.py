@@ -135,7 +135,9 @@ class Result:
         self._directory = RunDirectory.open(self.path)
         experiment = parse(read_mapping(self.path / "config.yaml"))
         if isinstance(experiment, Comparison):
-            raise RunError(f"{directory} is a comparison, not a single run")
+            raise RunError(
+                f"{directory} is not a run directory: its config.yaml has algorithms or seeds"
+            )
         self.experiment: Experiment = experiment
 
     @property
@@ -247,6 +249,8 @@ class Result:
             return "they are at their sites"
         if self._directory.finished:
             return "it was told to keep none"
+        if self._directory.failure:
+            return self._directory.failure
         return f"they come at its end: perfed run --resume {self.path}"
 
     def table(self) -> str:
@@ -261,6 +265,8 @@ class Result:
         if numbers["finished"]:
             return [table]
         so_far = f"Not finished: after round {numbers['rounds']} of {self.experiment.rounds}."
+        if self._directory.failure:
+            so_far += f" It diverged: {self._directory.failure}."
         return [dataclasses.replace(table, note=f"{table.note}\n{so_far}")]
 
     def plot(self, path: str | Path | None = None) -> Path:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from perfed.config import Comparison, Experiment, parse, read_mapping
+from perfed.config import Comparison, Experiment
 from perfed.core import tensorfile
 from perfed.core.algorithm import Algorithm, ClientInfo, Judged, Server
 from perfed.core.channel import Channel
@@ -35,8 +35,9 @@ from perfed.runs.coordinator import (
     drive,
     summaries,
 )
-from perfed.runs.directory import RunDirectory, default_path, environment
+from perfed.runs.directory import RunDirectory, claimed_path, environment
 from perfed.runs.result import Result, tensors_of
+from perfed.runs.stopping import Stop
 
 AUTOMATIC = Execution()
 MODELS_AT_ONCE = 64  # are in memory while the final ones are written
@@ -52,24 +53,22 @@ def run(
     """Run an experiment in a new directory (``runs/<name>-<time>`` unless told otherwise)."""
     experiment = checked(experiment, Experiment, "perfed.run")
     simulation = Simulation(experiment, callbacks, how)
-    path = Path(directory) if directory else default_path(experiment.name)
+    path = Path(directory) if directory else claimed_path(experiment.name)
     return simulation.finish_in(RunDirectory.create(path))
 
 
-def resume(
+def resume_run(
     directory: str | Path,
     *,
     callbacks: Sequence[Callback] = (),
     how: Execution = AUTOMATIC,
 ) -> Result:
     """Continue a run from its newest checkpoint; a finished one is returned as it is."""
-    opened = RunDirectory.open(Path(directory))
+    begun, opened = Result(directory), RunDirectory(Path(directory))
     if opened.finished:
-        return Result(opened.path)
-    experiment = parse(read_mapping(opened.path / "config.yaml"))
-    if isinstance(experiment, Comparison):
-        raise RunError(f"{directory} is a comparison, not a single run")
-    return Simulation(experiment, callbacks, in_recorded_precision(opened, how)).finish_in(opened)
+        return begun
+    how = in_recorded_precision(opened, how)
+    return Simulation(begun.experiment, callbacks, how).finish_in(opened)
 
 
 What = TypeVar("What")
@@ -141,10 +140,11 @@ class Simulation(Coordinator):
         self._outcomes: Mapping[int, Outcome] = {}
 
     def finish_in(self, directory: RunDirectory) -> Result:
-        """Run to the end."""
-        with directory.locked(), cpu_threads(fitting_threads(self.population)):
+        """Run to the end, or until Ctrl-C."""
+        stop = Stop()
+        with directory.locked(), cpu_threads(fitting_threads(self.population)), stop.listening():
             try:
-                return drive(self.steps(directory), self.engine)
+                return drive(self.steps(directory, stop), self.engine)
             finally:
                 self.engine.close()
                 directory.remove_leftovers()

@@ -20,7 +20,7 @@ from perfed.config import Experiment, parse
 from perfed.core.errors import ConfigError, RunError
 from perfed.core.tensorfile import write_atomically
 from perfed.engines import Execution
-from perfed.runs.comparison import FAILED, run_together
+from perfed.runs.comparison import run_together
 from perfed.runs.coordinator import Callback
 from perfed.runs.directory import RunDirectory
 from perfed.runs.result import Result
@@ -110,10 +110,8 @@ class Study:
             for folder, name in folders.items()
             if not (folder / "summary.json").is_file()
         }
-        diverged = run_together(unfinished, callbacks, how)
+        run_together(unfinished, callbacks, how)
         for folder, name in folders.items():
-            if folder in diverged:
-                RunDirectory(folder).write_json(FAILED, {"error": str(diverged[folder])})
             self._write_record(name, record_of(folder))
 
     def _record_path(self, name: str) -> Path:
@@ -143,8 +141,8 @@ def record_of(folder: Path) -> Record:
         "config": result.experiment.to_mapping(),
         "environment": directory.read_json("environment.json"),
     }
-    if not directory.finished and (folder / FAILED).is_file():
-        return kept | {"failed": directory.read_json(FAILED)["error"]}
+    if directory.failure:
+        return kept | {"failed": directory.failure}
     timing = directory.lines("timing.jsonl")
     return kept | {
         "summary": result.summary,
