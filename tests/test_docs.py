@@ -137,6 +137,11 @@ def test_the_algorithm_in_contributing_is_complete_short_and_right(
     assert third != local
 
 
+def test_the_reference_has_all_that_the_package_offers() -> None:
+    page = (ROOT / "docs" / "api.md").read_text("utf-8")
+    assert not [name for name in perfed.__all__ if not re.search(rf"perfed\.{name}\b", page)]
+
+
 @pytest.mark.parametrize(
     "file",
     ["CONTRIBUTING.md", *PAGES],

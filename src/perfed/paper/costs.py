@@ -7,7 +7,7 @@ Here every algorithm builds the messages of one round for m VGG11 clients, and t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from perfed.core.streams import stream_key
 from perfed.core.threads import cpu_threads
 from perfed.core.tree import Tree, Weights
 from perfed.models import architectures, initial_weights
+from perfed.paper.published import TABLE_1 as PUBLISHED
 from perfed.report.layout import Table
 
 if TYPE_CHECKING:
@@ -32,50 +33,35 @@ UNIT = 1e7
 
 
 @dataclass(frozen=True)
-class Row:
-    """A row of the table: the paper's cost at C=0.1 and C=0.15, in units of 10⁷ parameters."""
+class Counted:
+    """A row: the paper's cost at C=0.1 and C=0.15, in units of 10⁷ parameters, and what counts."""
 
     label: str
-    algorithm: dict[str, Any]
+    algorithm: Mapping[str, Any]
     paper: tuple[float, float]
     counted: Callable[[str], bool] = lambda name: True
     """Which parts of a message this row counts."""
 
 
-def _hypcluster(clusters: int, *paper: float) -> Row:
-    spec = {"name": "hypcluster", "clusters": clusters}
-    return Row(f"HypCluster (c={clusters})", spec, (paper[0], paper[1]))
+def _rows() -> Iterator[Counted]:
+    """The methods of Table 1 that have a cost."""
+    for row in PUBLISHED:
+        if row.cost is None or row.label.endswith("(GM)"):  # crosses as its local model (LM) does
+            continue
+        label, algorithm = row.label.removesuffix(" (LM)"), row.algorithm
+        if label == "Scaffold":
+            yield Counted(f"{label}, without control variates", algorithm, row.cost, _no_control)
+            label = f"{label}, as it crosses"
+        if label == "FedDF":
+            algorithm = {**algorithm, "steps": 0}  # nothing is trained here
+        yield Counted(label, algorithm, row.cost)
 
 
-def _perfed_ckt(clusters: int, *paper: float) -> Row:
-    spec = {"name": "perfed-ckt", "clusters": clusters}
-    return Row(f"PerFed-CKT (c={clusters})", spec, (paper[0], paper[1]))
+def _no_control(name: str) -> bool:
+    return not name.startswith("control")
 
 
-TABLE_1 = (
-    Row("FedAvg", {"name": "fedavg"}, (2150, 3120)),
-    Row("FedProx", {"name": "fedprox"}, (2150, 3120)),
-    Row(
-        "Scaffold, without control variates",
-        {"name": "scaffold"},
-        (2150, 3120),
-        lambda name: not name.startswith("control"),
-    ),
-    Row("Scaffold, as it crosses", {"name": "scaffold"}, (2150, 3120)),
-    Row("FedDF", {"name": "feddf", "steps": 0}, (2150, 3120)),
-    Row("Per-FedAvg", {"name": "per-fedavg"}, (2150, 3120)),
-    Row("Ditto", {"name": "ditto"}, (2150, 3120)),
-    # Every client gets all m models of the last round, so m distinct ones are broadcast.
-    Row("FedFomo", {"name": "fedfomo", "candidates": 15}, (3900, 5850)),
-    _hypcluster(2, 2340, 3320),
-    _hypcluster(3, 2540, 3510),
-    _hypcluster(5, 2930, 3900),
-    _hypcluster(6, 3120, 4100),
-    _perfed_ckt(1, 4.4, 6.4),
-    _perfed_ckt(2, 4.8, 6.8),
-    _perfed_ckt(3, 5.2, 7.2),
-    _perfed_ckt(4, 5.6, 7.6),
-)
+TABLE_1 = tuple(_rows())
 
 
 class DryClient:

@@ -16,7 +16,7 @@ import numpy as np
 
 from perfed.core.selection import select_clients
 from perfed.data import Federation, build_federation
-from perfed.models import Architecture, Models
+from perfed.models import Architecture, Models, parameter_count
 from perfed.paper.tables import COST_ROUNDS, plan
 from perfed.report.layout import Table
 
@@ -108,7 +108,7 @@ def _feddf_costs(models: Models, federation: Federation, seed: int) -> dict[str,
 
 @functools.cache
 def _parameters(architecture: Architecture, shape: tuple[int, ...], classes: int) -> int:
-    return sum(p.numel() for p in architecture.build(shape, classes).parameters())
+    return parameter_count(architecture.build(shape, classes))
 
 
 def tables(result: dict[str, Any]) -> list[Table]:

@@ -24,7 +24,7 @@ from perfed.core.metrics import SIZE_GROUPS, size_group_name
 from perfed.paper.costs import three_digits
 from perfed.paper.published import FRACTIONS, TABLE_1, TABLE_2, WEIGHT, Row
 from perfed.report.layout import Table
-from perfed.report.tables import spread
+from perfed.report.tables import HARM, spread
 from perfed.runs.study import Record, Study, client_gains
 
 if TYPE_CHECKING:
@@ -271,7 +271,7 @@ def _accuracy_table(plan: Plan, fraction: float, here: Sequence[Finding]) -> Tab
 GAINS_NOTE = (
     "Points of test accuracy above local training, client by client in the same seed. Groups by "
     "training samples (n) and by how many labels are among them. harmed: share of clients more "
-    "than 2 points below their own local model."
+    f"than {HARM:g} points below their own local model."
 )
 
 
@@ -290,7 +290,7 @@ def _gains_table(fraction: float, here: Sequence[Finding]) -> Table:
         for inside in groups.values():
             members = [g for g, size, labels in gains if inside(size, labels)]
             cells.append(f"{statistics.mean(members):+.1f}" if members else "–")
-        harmed = statistics.mean(g < -2 for g, _, _ in gains)
+        harmed = statistics.mean(g < -HARM for g, _, _ in gains)
         rows.append([finding.row.label, *cells, f"{100 * harmed:.0f}"])
     return Table(f"Against local training, C={fraction:.2g}", header, rows, GAINS_NOTE)
 
