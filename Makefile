@@ -14,7 +14,7 @@ test: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 # The documentation, for a browser: build/site/index.html. (Browsers allow its search only from a
 # server: python -m http.server -d build/site)

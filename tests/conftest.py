@@ -31,6 +31,18 @@ TINY: dict[str, Any] = {
 }
 
 
+FEW: dict[str, dict[str, Any]] = {
+    "perfed-ckt": {"clusters": 2},
+    "hypcluster": {"clusters": 2},
+    "feddf": {"steps": 20},
+}
+
+
+def spec(name: str) -> dict[str, Any]:
+    """An algorithm for a small experiment, with few clusters and few steps on the server."""
+    return {"name": name, **FEW.get(name, {})}
+
+
 def tiny(**changes: Any) -> Experiment:
     """A small experiment; keyword arguments replace top-level keys."""
     return from_mapping(Experiment, TINY | changes)

@@ -22,6 +22,7 @@ import yaml
 
 from perfed.config import Experiment, parse
 from perfed.flower.settings import SiteOptions
+from tests import warm
 
 MARK = r"<!-- not run(?: \(([^)]+)\))?: (.+?) -->\n"
 FENCE = re.compile(rf"((?:{MARK})*)^```(\w*)\n(.*?)^```$", re.S | re.M)
@@ -87,7 +88,7 @@ class Shell:
         self._home = self._folder = folder
         programs = Path(sys.executable).parent
         self._environment = os.environ | {
-            "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
+            "PATH": os.pathsep.join([str(warm.program()), str(programs), os.environ["PATH"]]),
             "HOME": str(folder),
             "OMP_NUM_THREADS": "1",
         }

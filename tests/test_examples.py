@@ -1,13 +1,12 @@
 """The scripts and the notebook in ``examples/`` run as they are."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import nbformat
 import pytest
 
+from tests import warm
 from tests.notebook import execute
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -27,14 +26,8 @@ def test_each_example_is_known_here() -> None:
 
 @pytest.mark.parametrize("name", SAYS)
 def test_examples_run_and_write_only_where_they_say(name: str, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / f"{name}.py"],
-        cwd=tmp_path,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = warm.perform([EXAMPLES / f"{name}.py"], cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
     for words in SAYS[name]:
         assert words in done.stdout

@@ -28,7 +28,7 @@ from perfed.algorithms.fedprox import held_near
 from perfed.core.channel import Channel
 from perfed.core.message import Message
 from perfed.core.tensorfile import decode, encode
-from tests.conftest import played, simulate, tiny
+from tests.conftest import played, simulate, spec, tiny
 from tests.engines.clients import working_client
 
 ALL = list(perfed.algorithms)
@@ -43,10 +43,6 @@ class WithDropout(torch.nn.Sequential):
 
 
 MODELS = {"architectures": ["mlp", {"name": "cnn", "batchnorm": True}]}
-
-
-def spec(name: str) -> Any:
-    return {"name": name, "clusters": 2} if name in ("perfed-ckt", "hypcluster") else name
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -17,7 +17,7 @@ from perfed.engines import SequentialEngine
 from perfed.engines.base import Sgd
 from perfed.runs.result import tensors_of
 from perfed.runs.simulation import Simulation
-from tests.conftest import played, simulate
+from tests.conftest import played, simulate, spec
 from tests.engines.clients import working_client
 
 MODELS = {"architectures": ["mlp", {"name": "cnn", "batchnorm": True}]}
@@ -281,10 +281,9 @@ def test_hypclusters_models_start_different_and_are_chosen_by_training_loss() ->
 @pytest.mark.parametrize("name", list(perfed.algorithms))
 def test_no_algorithm_looks_at_test_data(name: str, tmp_path: Path) -> None:
     """Test labels changed, everything the algorithm does stays the same."""
-    spec = {"name": name, "clusters": 2} if name in ("perfed-ckt", "hypcluster") else name
 
     def trained(spoil: bool) -> list[dict[str, torch.Tensor]]:
-        simulation = simulate(algorithm=spec, models=MODELS)
+        simulation = simulate(algorithm=spec(name), models=MODELS)
         if spoil:
             for split in simulation.federation.splits:
                 where = torch.as_tensor(split.test)

@@ -13,6 +13,7 @@ import pytest
 from perfed.cli import main
 from perfed.engines import Execution
 from perfed.runs import Callback, RoundReport, run
+from tests import warm
 from tests.conftest import tiny
 
 
@@ -270,13 +271,10 @@ def test_who_stops_reading_stops_neither_the_run_nor_its_report(
     tmp_path: Path, config: Path
 ) -> None:
     out = tmp_path / "run"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "perfed", "run", config, "--out", out],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    )
-    assert process.stdout is not None
-    process.stdout.close()
+    reader, writer = os.pipe()
+    with open(writer, "wb") as stdout:
+        process = warm.start(["run", config, "--out", out], stdout=stdout)
+    os.close(reader)
     process.wait(timeout=120)
     assert (out / "summary.json").is_file()
     assert (out / "report.html").is_file()

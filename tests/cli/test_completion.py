@@ -10,6 +10,7 @@ import pytest
 
 import perfed
 from perfed.cli import completion
+from tests import warm
 
 PROGRAM = Path(sys.executable).with_name("perfed")
 
@@ -21,9 +22,7 @@ def offered(typed: str, shell: str = "bash") -> list[str]:
         "fish": {"_TYPER_COMPLETE_ARGS": typed, "_TYPER_COMPLETE_FISH_ACTION": "get-args"},
     }
     variables = {"_PERFED_COMPLETE": f"complete_{shell}"} | asked[shell]
-    done = subprocess.run(
-        [PROGRAM], env=os.environ | variables, capture_output=True, text=True, timeout=120
-    )
+    done = warm.perform([], env=os.environ | variables)
     assert done.stderr == ""
     return [line.split("\t")[0] for line in done.stdout.split("\n") if line]
 

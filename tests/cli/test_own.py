@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from perfed import algorithms
+from tests import warm
 from tests.cli.test_cli import perfed as here
 from tests.data import own_files
 
@@ -40,16 +41,9 @@ class Right(nn.Module):
 
 
 def perfed(folder: Path, *arguments: object, answers: str = "") -> subprocess.CompletedProcess[str]:
-    """The real command, in a user's folder."""
-    return subprocess.run(
-        [sys.executable, "-m", "perfed", *map(str, arguments)],
-        cwd=folder,
-        input=answers,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "150"},
-        timeout=300,
-    )
+    """The command in a process of its own, in a user's folder."""
+    environment = {**os.environ, "COLUMNS": "150"}
+    return warm.perform(arguments, cwd=folder, env=environment, input=answers)
 
 
 @pytest.fixture

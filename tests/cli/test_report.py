@@ -1,7 +1,6 @@
 """``perfed report``, ``perfed export``, and what ``perfed run`` tells trackers."""
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -10,6 +9,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from tests import warm
 from tests.cli.test_cli import perfed
 
 
@@ -76,21 +76,20 @@ def test_a_report_is_watched_while_another_process_runs(tmp_path: Path, config: 
     """Real processes: one trains and is killed; another draws what there is; when a third has
     finished the run, so has the second."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "perfed"]
     run = tmp_path / "run"
     page = run / "report.html"
-    training = subprocess.Popen(
-        [*command, "run", config, f"--out={run}", "--set=rounds=150", "--json"],
-        env=environment,
-        stdout=subprocess.DEVNULL,
+    training = warm.start(
+        ["run", config, f"--out={run}", "--set=rounds=150", "--json"], env=environment
     )
     while not (run / "timing.jsonl").is_file():
         assert training.poll() is None
         time.sleep(0.01)
-    training.send_signal(signal.SIGKILL)
-    training.wait()
+    training.kill()
     watching = subprocess.Popen(
-        [*command, "report", run, "--watch"], env=environment, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "perfed", "report", run, "--watch"],
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     while not page.is_file():
         assert watching.poll() is None, watching.communicate()[1]
@@ -99,8 +98,8 @@ def test_a_report_is_watched_while_another_process_runs(tmp_path: Path, config: 
     assert "Stopped." in text
     assert f"perfed run --resume {run}" in text
     assert 'http-equiv="refresh"' in text
-    resumed = [*command, "run", "--resume", run, "--json"]
-    subprocess.run(resumed, env=environment, check=True, stdout=subprocess.DEVNULL)
+    resumed = warm.perform(["run", "--resume", run, "--json"], env=environment)
+    assert resumed.returncode == 0, resumed.stderr
     _, error = watching.communicate(timeout=120)
     assert watching.returncode == 0, error
     assert "Stopped." not in page.read_text("utf-8")

@@ -39,8 +39,8 @@ from perfed.engines.ray.engine import dealt
 from perfed.engines.ray.parcel import pack, unpack
 from perfed.runs.directory import RunDirectory
 from perfed.runs.simulation import Simulation
-from tests.conftest import STACKED, TINY, simulate, tiny
-from tests.engines.test_stacked import MIXED, Noisy, Stopping, assert_same, flat_numbers, spec
+from tests.conftest import STACKED, TINY, simulate, spec, tiny
+from tests.engines.test_stacked import MIXED, Noisy, Stopping, assert_same, flat_numbers
 from tests.runs.test_resume import StopAfter, contents
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'perfed[ray]'")
@@ -77,8 +77,7 @@ def assert_played_alike(experiment: perfed.Experiment, workers: int, reference: 
 @pytest.mark.parametrize("name", list(perfed.algorithms))
 def test_every_algorithm_is_the_same_on_two_workers(name: str) -> None:
     """Three architectures, one with BatchNorm."""
-    algorithm = {"name": name, "steps": 20} if name == "feddf" else spec(name)
-    experiment = tiny(algorithm=algorithm, models=MIXED)
+    experiment = tiny(algorithm=spec(name), models=MIXED)
     assert_played_alike(experiment, 2, played(experiment, STACKED))
 
 

@@ -26,7 +26,7 @@ from perfed.engines import StackedEngine
 from perfed.engines.stacked.engine import JobStreams
 from perfed.engines.stacked.requests import objective_key
 from perfed.runs.simulation import Simulation
-from tests.conftest import SEQUENTIAL, STACKED, TINY, tiny
+from tests.conftest import SEQUENTIAL, STACKED, TINY, spec, tiny
 
 CNN = {"name": "cnn"}
 CNN_BN = {"name": "cnn", "batchnorm": True}
@@ -66,10 +66,6 @@ class ByValue(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.layer(x.flatten(1))
         return y if float(y.detach().sum()) > 0 else 2 * y
-
-
-def spec(name: str) -> Any:
-    return {"name": name, "clusters": 2} if name in ("perfed-ckt", "hypcluster") else name
 
 
 def play(simulation: Simulation, rounds: int = 3) -> Simulation:

@@ -4,8 +4,6 @@ import json
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -24,6 +22,7 @@ from perfed.runs import resume_comparison
 from perfed.runs.directory import RunDirectory
 from perfed.runs.simulation import Simulation
 from perfed.runs.stopping import Stopped
+from tests import warm
 from tests.conftest import STACKED, TINY, tiny
 
 HETEROGENEOUS = TINY | {
@@ -35,7 +34,7 @@ COMPARED = ("rounds.jsonl", "clients.jsonl", "summary.json", "partition.json", "
 
 
 def command(*arguments: object) -> list[str]:
-    return [sys.executable, "-m", "perfed", "run", *map(str, arguments), "--checkpoint-seconds=0"]
+    return ["run", *map(str, arguments), "--checkpoint-seconds=0"]
 
 
 def contents(run: Path) -> dict[str, bytes]:
@@ -49,9 +48,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("undisturbed")
     config = folder / "config.yaml"
     config.write_text(json.dumps(HETEROGENEOUS))
-    subprocess.run(
-        command(config, "--out", folder / "run", "--json"), check=True, capture_output=True
-    )
+    done = warm.perform(command(config, "--out", folder / "run", "--json"))
+    assert done.returncode == 0, done.stderr
     return config, folder / "run"
 
 
@@ -70,15 +68,14 @@ def test_killed_at_random_moments_it_ends_with_the_same_bits(
     arguments = command(config, "--out", run)
     log = stack.enter_context((tmp_path / "log").open("wb"))
     while True:
-        process = subprocess.Popen(arguments, stdout=log, stderr=subprocess.STDOUT)
+        process = warm.start(arguments, stdout=log, stderr=log)
         rounds = _lines(run)
         while process.poll() is None and _lines(run) <= rounds:
             time.sleep(0.002)  # let it reach a round of its own
         time.sleep(moments.uniform(0, 0.1))
         if process.poll() is not None or kills == 4:
             break
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.kill()
         kills += 1
         arguments = command("--resume", run)
     assert process.wait(timeout=120) == 0, (tmp_path / "log").read_text()

@@ -2,9 +2,6 @@
 
 import json
 import os
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,6 +11,7 @@ import perfed
 from perfed import Execution, Experiment
 from perfed.core.errors import ConfigError, RunError
 from perfed.runs.study import Shard, Study, client_gains
+from tests import warm
 from tests.conftest import SEQUENTIAL, STACKED, tiny
 
 
@@ -165,34 +163,27 @@ def test_what_is_no_shard(text: str) -> None:
 
 
 def test_killed_in_the_middle_the_command_goes_on(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "perfed", "tune", "--json", "--out", "tune"]
-    command += ["--algorithm", "local", "--grid", "training.learning_rate=0.1,0.01"]
+    command = ["tune", "--json", "--algorithm", "local"]
+    command += ["--grid", "training.learning_rate=0.1,0.01"]
     command += ["--set", "rounds=30", "--set", "clients=9", "--set", "clients_per_round=3"]
     command += ["--checkpoint-seconds", "0", "--device", "cpu"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-    )
+    with (tmp_path / "error").open("w") as error:
+        process = warm.start(
+            [*command, "--out", "tune"], cwd=tmp_path, env=environment, stderr=error
+        )
     log = tmp_path / "tune" / "runs" / "learning_rate=0.01-seed1000" / "rounds.jsonl"
     deadline = time.monotonic() + 60
     while not (log.is_file() and log.stat().st_size > 1000):
-        assert process.poll() is None, process.communicate()[1].decode()
+        assert process.poll() is None, (tmp_path / "error").read_text()
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    process.communicate()
+    process.kill()
     resumed, whole = (
-        subprocess.run(
-            [*command[:5], "--out", folder, *command[7:]],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        warm.perform([*command, "--out", folder], cwd=tmp_path, env=environment)
         for folder in ("tune", "whole")
     )
+    assert (resumed.returncode, whole.returncode) == (0, 0), resumed.stderr + whole.stderr
     trials = json.loads(resumed.stdout)["trials"]
     assert trials == json.loads(whole.stdout)["trials"]
     assert len(trials) == 2
