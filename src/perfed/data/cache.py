@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from perfed.core.errors import DataError, did_you_mean, shape_text
-from perfed.core.tensorfile import write_atomically
+from perfed.core.tensorfile import sync_folder, write_atomically
 from perfed.data.readers import Images, Layout, Progress, read_images, silent
 
 MANIFEST, PIXELS, LABELS = "manifest.json", "images.npy", "labels.npy"
@@ -166,7 +166,7 @@ def get(
             (part / ARCHIVE).unlink(missing_ok=True)
             _write(wanted, images, source, part)
             os.rename(part, folder)
-            _sync(root)
+            sync_folder(root)
         finally:
             shutil.rmtree(part, ignore_errors=True)
     stored = find(wanted.name, root)
@@ -266,11 +266,3 @@ def _locked(path: Path) -> Iterator[None]:
         except OSError:
             raise DataError(f"another process is getting this set ({path})") from None
         yield
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
