@@ -23,7 +23,7 @@ from perfed.algorithms.perfed_evidence import (
 )
 from perfed.core import tensorfile
 from perfed.core.algorithm import Adjusted, Mixture
-from perfed.core.errors import RunError
+from perfed.core.errors import ConfigError, RunError
 from perfed.core.message import Message
 from perfed.core.streams import stream_key, uniform_indices
 from perfed.core.tree import Weights, combine
@@ -335,6 +335,8 @@ def test_a_file_keeps_a_networks_own_names_apart(tmp_path: Path) -> None:
     assert torch.allclose(loaded(x).softmax(1), expected, atol=1e-6)
     with pytest.raises(RunError, match="holds other tensors"):
         perfed.load_model(tmp_path / "personal.safetensors", torch.nn.Linear(2, 3))
+    with pytest.raises(ConfigError, match=r"network: expected a network, a torch.nn.Module, got"):
+        perfed.load_model(tmp_path / "personal.safetensors", "mlp")  # type: ignore[arg-type]
 
 
 def test_a_client_sends_its_witness_and_what_its_student_is_worth() -> None:

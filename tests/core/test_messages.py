@@ -1,7 +1,9 @@
 """Messages, their encoding, and the channel that counts them."""
 
 import contextlib
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -192,3 +194,16 @@ def test_no_message_costs_nothing() -> None:
     channel = Channel()
     channel.up({0: Message(), 1: Message()})
     assert (channel.total.bytes, channel.total.parameters) == (0, 0)
+
+
+def test_a_file_that_cannot_be_written_leaves_no_part_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (tmp_path / "kept").write_bytes(b"old")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        tensorfile.write_atomically(tmp_path / "kept", b"new")
+    assert [(f.name, f.read_bytes()) for f in tmp_path.iterdir()] == [("kept", b"old")]

@@ -119,6 +119,38 @@ def test_who_does_not_answer_is_left_out_and_comes_back(tmp_path: Path) -> None:
     assert [task.header.kind for task in rejoined].count(JOIN) == 2
 
 
+def test_a_wrong_number_can_be_corrected(tmp_path: Path) -> None:
+    """Site 2 is the first to come, as client 0, which is then refused; later it comes as 2."""
+    folder = write_federation(tmp_path / "federation", options={"deadline": 0.2}, rounds=1)
+    file = folder / "site-2.yaml"
+    file.write_text(file.read_text().replace("client: 2", "client: 0"))
+    asked: list[int] = []
+
+    def fate(node: int, task: Envelope) -> None:
+        asked.append(node)
+        assert len(asked) < 50, "it waits for ever"
+        through.sites |= others
+        if asked.count(10) == 2 and others:  # site 0 was refused: somebody looks into it
+            file.write_text(file.read_text().replace("client: 0", "client: 2"))
+            through.sites[13] = through.sites.pop(12)
+            others.clear()
+
+    through = desk(folder, fate)
+    others = {node: through.sites.pop(node) for node in (10, 11)}
+    said: list[str] = []
+    (first, *_) = lines(run(folder, through, said).path, "rounds.jsonl")
+    assert any("client 0 is another site already" in line for line in said)
+    assert first["clients"] == [0, 1, 2]
+
+
+def test_every_round_says_who_is_gone(tmp_path: Path) -> None:
+    folder = write_federation(tmp_path / "federation", options={"start_with": 2}, rounds=2)
+    through = desk(folder)
+    del through.sites[12]
+    said = [line["absent"] for line in lines(run(folder, through).path, "rounds.jsonl")]
+    assert said == [{"2": "is not there"}] * 3  # two rounds, and the end
+
+
 def test_nobody_waits_for_a_site_that_was_started_anew(tmp_path: Path) -> None:
     """It is there again under another node's number: what the old one was asked is lost."""
     folder = write_federation(tmp_path / "federation", options={"deadline": 3600}, rounds=2)

@@ -306,3 +306,39 @@ def test_bytes_of_a_public_set_are_scaled_as_those_of_a_dataset(folder: Path) ->
     here = site(folder, public="public.npy")
     assert here.samples.public_x.dtype == np.float32
     assert (here.samples.public_x.min(), here.samples.public_x.max()) == (-1, 1)
+
+
+def site_with_table(folder: Path, labels: list[str], classes: int = 4, **data: Any) -> Site:
+    rows = [f"{number},{number % 3},{label}" for number, label in enumerate(labels)]
+    (folder / "own.csv").write_text("\n".join(["age,dose,outcome", *rows]))
+    dataset = {"name": "csv", "path": "own.csv", "target": "outcome", "scale": "none"}
+    own = {"dataset": dataset, **data}
+    return site(folder, classes=classes, model="mlp", public={}, data=own)
+
+
+def test_labels_of_a_table_are_as_in_the_file_though_some_do_not_occur(folder: Path) -> None:
+    """A dataset numbers the classes it finds: here 3 would be 1, and at another site 3."""
+    at = site_with_table(folder, ["3", "0"] * 8)
+    assert at.samples.y.tolist() == [3, 0] * 8
+    assert any("2 of 4 classes in the training data: 0 (" in line for line in at.check())
+    with pytest.raises(ConfigError, match="label 9 in the data: with 4 classes"):
+        site_with_table(folder, ["3", "9"] * 8)
+
+
+def test_classes_with_names_have_the_numbers_that_all_sites_agree_on(folder: Path) -> None:
+    names = ["healthy", "mild", "severe"]
+    at = site_with_table(folder, ["severe", "healthy"] * 8, classes=3, class_names=names)
+    assert at.samples.y.tolist() == [2, 0] * 8
+    for labels, given, said in (
+        (["severe"] * 16, {}, "data.class_names: missing: the data names its classes, as 'severe'"),
+        (["odd"] * 16, {"class_names": names}, "data.class_names: 'odd' is in the data, and not"),
+        (["mild"] * 16, {"class_names": names[1:]}, "data.class_names: 2 names of 3 classes"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            site_with_table(folder, labels, classes=3, **given)
+
+
+def test_a_state_folder_that_cannot_be_is_found_before_joining(folder: Path) -> None:
+    (folder / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"state: cannot write in .*file/state: Not a directory"):
+        site(folder, state="file/state").check()

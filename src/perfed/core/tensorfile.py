@@ -117,11 +117,15 @@ def load(path: Path, checksum: int | None = None) -> dict[str, Tensor]:
 def write_atomically(path: Path, data: bytes) -> None:
     """A reader, or a machine that loses power, sees the old file or the new one, never a part."""
     temporary = path.with_name(f".{path.name}.part")
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:  # a part of a file would fill a full disk for good
+        temporary.unlink(missing_ok=True)
+        raise
     sync_folder(path.parent)
 
 

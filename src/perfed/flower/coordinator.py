@@ -111,6 +111,7 @@ class Membership:
         """The newest judgement of each client that told its own."""
         self.admit: Callable[[str], None] = lambda architecture: None
         """Raises ConfigError where the server cannot serve an architecture."""
+        self.has_trained: Callable[[int], bool] = lambda client: False
         self.changed: Callable[[], None] = lambda: None
         self._transport = transport
         self._invitation = invitation
@@ -165,6 +166,7 @@ class Membership:
             raise Refused(answer)
         check_answer(self._invitation.header, answer)
         client, member, numbers = _introduction(answer.facts, self._options.experiment.clients)
+        self._forget_other_numbers(member.site, client)
         before = self.members.get(client)
         if before is not None and before.site != member.site and client in self._node_of:
             raise Refused(f"client {client} is another site already: give this one its own number")
@@ -182,6 +184,14 @@ class Membership:
             f"client {client} is there: {member.architecture}, {member.sizes['train']} samples"
         )
         self.changed()
+
+    def _forget_other_numbers(self, site: str, client: int) -> None:
+        """A site that came with a wrong number, and has done nothing under it, gives it back."""
+        for other, member in list(self.members.items()):
+            if member.site == site and other != client and not self.has_trained(other):
+                del self.members[other]
+                self._node_of.pop(other, None)
+                self.numbers.pop(other, None)
 
 
 class FederatedRun(Coordinator):
@@ -221,6 +231,7 @@ class FederatedRun(Coordinator):
         invitation = Envelope(self._header(JOIN, -1), facts={"plan": plan.to_mapping()})
         self.membership = Membership(transport, invitation, options, say)
         self.membership.admit = self._admit
+        self.membership.has_trained = lambda client: bool(self.progress.trained[client])
         self.membership.changed = self._write_members
 
     def finish(self) -> Result:
@@ -462,7 +473,9 @@ class FederatedRun(Coordinator):
         }
 
     def _facts(self, clients: list[int]) -> dict[str, Any]:
-        return {"absent": self._absent}
+        """Who took no part and why, also where that began in an earlier round."""
+        gone = set(range(self.experiment.clients)) - set(self.membership.present())
+        return {"absent": {str(client): "is not there" for client in sorted(gone)} | self._absent}
 
     def _server(self, round: int) -> Server:
         there = Counter(member.architecture for member in self.membership.members.values())

@@ -70,6 +70,9 @@ class SiteData(Options):
 
     source: str = option("", "file.py:function or package.module:function; it returns x and y")
     dataset: Dataset | None = option(None, "or a dataset known to perfed ('perfed list datasets')")
+    class_names: tuple[str, ...] = option(
+        (), "of a dataset that names its classes: all of the federation's, 0, 1, 2, … in this order"
+    )
     partition: Partition | None = option(
         None, "to try things out: the dataset divided so, and only this site's part of it"
     )
@@ -81,6 +84,8 @@ class SiteData(Options):
             raise ConfigError("give either 'source' or 'dataset'")
         if self.partition is not None and self.dataset is None:
             raise ConfigError("needs a dataset to divide", "partition")
+        if self.class_names and (self.dataset is None or self.partition is not None):
+            raise ConfigError("only a dataset that is all this site's own has them", "class_names")
 
     def load(self, client: int, split: Split) -> tuple[np.ndarray, np.ndarray, ClientSplit]:
         """Samples, labels, and which of them are for training, validation and test."""
@@ -93,12 +98,36 @@ class SiteData(Options):
             return whole.samples.x, whole.samples.y, whole.splits[client]
         if self.dataset is not None:
             samples = raw_numbers(self.dataset.load(self.seed), "data.dataset")
-            x, y = samples.x, samples.y
+            x, y = samples.x, self._numbered(samples)
         else:
             x, y = _call_source(self.source)
         if len(y) < SMALLEST_CLIENT:
             raise ConfigError(f"{len(y)} samples; at least {SMALLEST_CLIENT} are needed", "data")
         return x, y, split_client(np.arange(len(y)), split, self.seed, client)
+
+    def _numbered(self, samples: Samples) -> np.ndarray:
+        """Labels as all sites number them. A dataset numbers the names that it finds, and the same
+        class would have one number here and another where some class does not occur."""
+        found = samples.origin.get("classes", [])
+        if self.class_names:
+            of_federation = {name: label for label, name in enumerate(self.class_names)}
+        else:
+            of_federation = {name: int(name) for name in found if name.isdecimal()}
+        unknown = [name for name in found if name not in of_federation]
+        if unknown and self.class_names:
+            raise ConfigError(
+                f"'{unknown[0]}' is in the data, and not among them", "data.class_names"
+            )
+        if unknown:
+            raise ConfigError(
+                f"missing: the data names its classes, as '{unknown[0]}', "
+                "and which number each has must be the same at all sites",
+                "data.class_names",
+            )
+        if not found:
+            return samples.y
+        numbers: np.ndarray = np.array([of_federation[name] for name in found])
+        return np.asarray(numbers[samples.y])
 
 
 @dataclass(frozen=True)
@@ -124,6 +153,10 @@ class SiteOptions(Options):
 
     def load(self) -> tuple[Samples, ClientSplit]:
         """This site's samples with the public set, and what each of its own is for."""
+        if self.data.class_names and len(self.data.class_names) != self.classes:
+            raise ConfigError(
+                f"{len(self.data.class_names)} names of {self.classes} classes", "data.class_names"
+            )
         x, y, own = self.data.load(self.client, self.split)
         if y.max() >= self.classes:
             raise ConfigError(

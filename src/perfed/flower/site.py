@@ -185,7 +185,7 @@ class Site:
         if judged_alone(plan.algorithm):
             round = max(checkpoint.round, 0)
             facts["numbers"] = self._judge(population, round, Message())[0]
-        self.say(f"joined {task.header.run} as client {options.client}")
+        self.say(f"asks to join {task.header.run} as client {options.client}")
         return task.answer(Message(), facts)
 
     def _write_plan(self, task: Envelope, plan: Plan) -> None:
@@ -225,7 +225,8 @@ class Site:
             raise Refused(f"this site has done round {before.round}: round {header.round} is over")
         after = self._train(task, plan, population, before)
         self._save(task, plan, population, after)
-        self.say(f"round {header.round}: {client} has trained and answers")
+        did = "answers the opening" if header.kind == FIRST else "has trained and answers"
+        self.say(f"round {header.round}: client {client} {did}")
         return task.answer(after.answer, after.facts)
 
     def _train(
@@ -336,7 +337,7 @@ class Site:
         plan = Plan(
             options.run, 0, options.client + 1, options.classes, "common", training, Local()
         )
-        with chdir(self.folder):
+        with chdir(self.folder), self._alone_here():
             population = self._population(plan, Local(), None)
             client = options.client
             said = SequentialEngine().run(
@@ -358,7 +359,8 @@ class Site:
         return [
             f"data: {len(split.train)} samples to train, {len(split.validation)} to validate, "
             f"{len(split.test)} to test, each {shape_text(self.samples.x.shape[1:])}; "
-            f"{int((seen > 0).sum())} of {options.classes} classes in the training data",
+            f"{int((seen > 0).sum())} of {options.classes} classes in the training data: "
+            + ", ".join(f"{label} ({count})" for label, count in enumerate(seen) if count),
             f"model: {architecture}, {parameters} parameters; takes a "
             f"training step, gives {options.classes} classes on {len(said['soft_decisions'])} "
             "public samples",
@@ -414,8 +416,14 @@ class Site:
     @contextmanager
     def _alone_here(self) -> Iterator[None]:
         """One process at a time; another waits, and then finds the round done."""
-        self.state.mkdir(parents=True, exist_ok=True)
-        with open(self.state / ".lock", "w") as file:
+        lock = self.state / ".lock"
+        try:
+            self.state.mkdir(parents=True, exist_ok=True)
+            lock.touch()
+        except OSError as error:
+            reason = f"cannot write in {self.state}: {error.strerror}"
+            raise ConfigError(reason, "state") from None
+        with open(lock, "w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from perfed.config import Comparison, Experiment, parse, read_mapping
 from perfed.core import tensorfile
 from perfed.core.algorithm import Adjusted, ClassPrior, Judged, Mixture, mixed_logits
-from perfed.core.errors import RunError
+from perfed.core.errors import ConfigError, RunError
 from perfed.core.metrics import PARTS, QUANTITIES
 from perfed.models import architectures, build_module
 from perfed.runs.directory import FEDERATION, RunDirectory
@@ -114,6 +114,9 @@ def load_model(path: str | Path, network: nn.Module) -> nn.Module:
     ``network`` is of the architecture that was trained; it is not changed, and its weights do not
     matter. Where a client predicts with more than one network, there are copies of it.
     """
+
+    if not isinstance(network, nn.Module):
+        raise ConfigError(f"expected a network, a torch.nn.Module, got {network!r}", "network")
 
     def filled(tensors: dict[str, Tensor]) -> nn.Module:
         module = copy.deepcopy(network)
