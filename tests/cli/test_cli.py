@@ -27,6 +27,16 @@ def perfed(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
     return 0
 
 
+def refusal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object
+) -> str:
+    """The one line that ``perfed ARGUMENTS`` says, with exit code 2."""
+    assert perfed(monkeypatch, *arguments) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    return error
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -61,10 +71,7 @@ def test_bad_input_is_one_line_exit_2_and_nothing_written(
     message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert perfed(monkeypatch, "run", config, *arguments) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
+    assert message in refusal(monkeypatch, capsys, "run", config, *arguments)
     assert [path.name for path in tmp_path.iterdir()] == ["tiny.yaml"]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from perfed.data import cache
 from perfed.data.cifar import CIFAR10, IMAGE_SETS
-from tests.cli.test_cli import perfed
+from tests.cli.test_cli import perfed, refusal
 from tests.data import sets
 from tests.data.test_cache import Server, server  # noqa: F401  (a fixture)
 
@@ -76,10 +76,7 @@ def test_bad_input_is_one_line_and_exit_2(
         (["get", "cifar10", "--from", bad], "label 10 of image 18 is out of range"),
         (["get", "cifar10", "--from", bad, "--to", bad], "File exists"),
     ):
-        assert perfed(monkeypatch, "data", *arguments) == 2
-        error = capsys.readouterr().err
-        assert message in error
-        assert error.count("\n") == 1
+        assert message in refusal(monkeypatch, capsys, "data", *arguments)
     assert [path.name for path in root.iterdir()] == [".cifar10.lock"]
 
 

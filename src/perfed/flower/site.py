@@ -337,7 +337,8 @@ class Site:
         plan = Plan(
             options.run, 0, options.client + 1, options.classes, "common", training, Local()
         )
-        with chdir(self.folder), self._alone_here():
+        with chdir(self.folder):
+            self._lock_file()
             population = self._population(plan, Local(), None)
             client = options.client
             said = SequentialEngine().run(
@@ -416,16 +417,20 @@ class Site:
     @contextmanager
     def _alone_here(self) -> Iterator[None]:
         """One process at a time; another waits, and then finds the round done."""
-        lock = self.state / ".lock"
+        with open(self._lock_file(), "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def _lock_file(self) -> Path:
+        """In the folder of all that is kept, which can be written if this can."""
+        path = self.state / ".lock"
         try:
             self.state.mkdir(parents=True, exist_ok=True)
-            lock.touch()
+            path.touch()
         except OSError as error:
             reason = f"cannot write in {self.state}: {error.strerror}"
             raise ConfigError(reason, "state") from None
-        with open(lock, "w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
+        return path
 
 
 def judged_alone(algorithm: Algorithm) -> bool:
