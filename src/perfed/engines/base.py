@@ -39,10 +39,22 @@ if TYPE_CHECKING:
 
 @dataclass
 class ClientRecord:
-    """What stays with a client from one draw to the next."""
+    """What stays with a client from one round it takes part in to the next."""
 
     weights: Weights
     state: Tree = field(default_factory=dict)
+    """What the algorithm keeps."""
+    kept: Tree = field(default_factory=dict)
+    """What is kept around the algorithm: the state of an optimizer or of the wire."""
+
+    def tree(self) -> Tree:
+        """As it is stored: in checkpoints, on disk, at a site."""
+        return {"model": self.weights, "state": self.state, "kept": self.kept}
+
+    @classmethod
+    def from_tree(cls, tree: Tree) -> ClientRecord:
+        """The inverse of :meth:`tree`; empty levels leave no trace in a file."""
+        return cls(tree["model"], tree.get("state", {}), tree.get("kept", {}))
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,15 +192,23 @@ class EngineClient:
         self._sgd_calls = 0
         self.weights = self._record.weights
         self.state = dict(self._record.state)
+        self.kept = dict(self._record.kept)
         self.samples = torch.tensor(population.train_size(client))
         self.steps = population.training.steps
         self.learning_rate = population.training.learning_rate_at(round)
 
     def changed(self) -> bool:
         """Whether there is anything new to keep: some methods leave a client's own model alone."""
-        before, now = self._record.state, self.state
-        same_state = before.keys() == now.keys() and all(before[k] is now[k] for k in now)
-        return self.weights is not self._record.weights or not same_state
+        before = self._record
+        return not (
+            self.weights is before.weights
+            and _same_entries(self.state, before.state)
+            and _same_entries(self.kept, before.kept)
+        )
+
+    def record(self) -> ClientRecord:
+        """What it holds now."""
+        return ClientRecord(self.weights, self.state, self.kept)
 
     def soft_decisions(self, weights: Weights | None = None) -> Tensor:
         logits: Tensor = self.ask(Logits(self, weights or self.weights, None))
@@ -247,6 +267,10 @@ class EngineClient:
             Sgd(self, weights, objective, inputs, steps, rate, batches, stream)
         )
         return trained
+
+
+def _same_entries(now: Tree, before: Tree) -> bool:
+    return before.keys() == now.keys() and all(before[name] is now[name] for name in now)
 
 
 def mini_batches(request: Sgd) -> Iterator[tuple[Private | tuple[Private, ...], Public | None]]:

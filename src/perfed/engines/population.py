@@ -196,8 +196,4 @@ def with_public_statistics(weights: Weights, algorithm: Algorithm, training: Tra
 
 def changed_records(jobs: Sequence[Job]) -> dict[int, ClientRecord]:
     """What those clients now hold that have something new to keep."""
-    return {
-        job.client.id: ClientRecord(job.client.weights, job.client.state)
-        for job in jobs
-        if job.client.changed()
-    }
+    return {job.client.id: job.client.record() for job in jobs if job.client.changed()}

@@ -75,7 +75,7 @@ class ClientStore(MutableMapping[int, ClientRecord]):
 
     def _spill(self, client: int) -> None:
         record = self._memory[client]
-        content = tensorfile.encode(flatten({"model": record.weights, "state": record.state}))
+        content = tensorfile.encode(flatten(record.tree()))
         self._file(client).write_bytes(content)
         del self[client]
         self._on_disk.add(client)
@@ -83,7 +83,7 @@ class ClientStore(MutableMapping[int, ClientRecord]):
     def _read(self, client: int) -> ClientRecord:
         tensors = tensorfile.load(self._file(client))
         tree = unflatten({name: tensor.to(self._device) for name, tensor in tensors.items()})
-        return ClientRecord(tree["model"], tree.get("state", {}))
+        return ClientRecord.from_tree(tree)
 
     def _file(self, client: int) -> Path:
         if self._directory is None:
@@ -92,5 +92,5 @@ class ClientStore(MutableMapping[int, ClientRecord]):
 
 
 def _size(record: ClientRecord) -> int:
-    tensors = flatten({"model": record.weights, "state": record.state}).values()
+    tensors = flatten(record.tree()).values()
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

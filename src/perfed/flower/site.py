@@ -96,7 +96,7 @@ class Checkpoint:
         tree: dict[str, Any] = {}
         for name, record in (("own", self.record), ("alone", self.alone)):
             if record is not None:
-                tree[name] = {"model": record.weights, "state": record.state}
+                tree[name] = record.tree()
         answer = {f"answer/{name}": tensor for name, tensor in self.answer.arrays.items()}
         metadata = {"round": str(self.round), "facts": json.dumps(self.facts)}
         tensorfile.write_atomically(path, tensorfile.encode(flatten(tree) | answer, metadata))
@@ -118,9 +118,7 @@ class Checkpoint:
         tree = unflatten(
             {n: t.to(device) for n, t in tensors.items() if not n.startswith("answer/")}
         )
-        records = {
-            name: ClientRecord(held["model"], held.get("state", {})) for name, held in tree.items()
-        }
+        records = {name: ClientRecord.from_tree(held) for name, held in tree.items()}
         own, alone = records.get("own"), records.get("alone")
         return cls(round, own, alone, Message.from_arrays(answer), facts)
 

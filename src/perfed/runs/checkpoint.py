@@ -88,7 +88,7 @@ class Checkpoints:
             path = self._folder / "manifest.json"
             raise RunError(f"{path} is corrupt: it lacks {error}") from None
         records = {
-            int(name.removeprefix("client-")): ClientRecord(tree["model"], tree.get("state", {}))
+            int(name.removeprefix("client-")): ClientRecord.from_tree(tree)
             for name, tree in trees.items()
         }
         return progress, records
@@ -101,8 +101,7 @@ class Checkpoints:
     ) -> Iterator[tuple[str, Tree]]:
         yield "server", progress.state
         for client in sorted(changed):
-            record = records[client]
-            yield f"client-{client}", {"model": record.weights, "state": record.state}
+            yield f"client-{client}", records[client].tree()
 
     def _write(self, name: str, tree: Tree, suffix: str) -> tuple[str, dict[str, Any]]:
         file = f"{name}-{suffix}"
