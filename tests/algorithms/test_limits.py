@@ -15,7 +15,6 @@ from perfed.core.streams import stream_key
 from perfed.core.tree import Weights
 from perfed.engines import SequentialEngine
 from perfed.engines.base import Sgd
-from perfed.runs.result import tensors_of
 from perfed.runs.simulation import Simulation
 from tests.conftest import played, simulate, spec
 from tests.engines.clients import working_client
@@ -297,6 +296,6 @@ def test_no_algorithm_looks_at_test_data(name: str, tmp_path: Path) -> None:
             for k, m in messages.items()
             for model in simulation.population.models(k, m, 3).values()
         ]
-        return [tensors_of(model) for model in judged]
+        return [model.tensors() for model in judged]
 
     assert_equal(trained(True), trained(False))

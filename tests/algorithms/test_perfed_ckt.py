@@ -203,7 +203,7 @@ def test_the_first_centroids_come_from_the_initial_set(tmp_path: Path) -> None:
 
 def test_a_decaying_step_decays() -> None:
     training = tiny(training={"learning_rate": 0.4, "decay": 0.5}).training
-    assert [training.learning_rate_at(t) for t in (0, 2, 6)] == pytest.approx([0.4, 0.2, 0.1])
+    assert [training.learning_rate_at(t, 10) for t in (0, 2, 6)] == pytest.approx([0.4, 0.2, 0.1])
 
 
 def test_what_the_server_says_of_its_centroids_is_logged(tmp_path: Path) -> None:

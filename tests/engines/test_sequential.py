@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from perfed.core.algorithm import supervised
 from perfed.core.errors import ConfigError
 from perfed.core.message import Message
+from perfed.core.tree import OWN
 from perfed.engines.base import EngineClient, Sgd, mini_batches
 from tests.conftest import simulate
 from tests.engines.clients import working_client
@@ -22,7 +23,8 @@ class WithDropout(nn.Sequential):
 
 def batches(client: EngineClient, steps: int, count: int = 1) -> list[Any]:
     """The private mini-batches of a client's first training."""
-    request = Sgd(client, client.weights, supervised, (), steps, 0.1, count, 0)
+    models = {OWN: client.weights}
+    request = Sgd(client, models, {OWN: {}}, True, supervised, (), steps, 0.1, count, 0, None)
     return [private for private, _ in mini_batches(request)]
 
 
@@ -108,7 +110,7 @@ def test_a_client_smaller_than_a_batch_trains_on_all_it_has() -> None:
 
 def test_no_steps_ask_for_nothing() -> None:
     """An engine may prepare itself with the first step's samples, and there are none."""
-    client = simulate(algorithm="local").population._client(0, 0)  # nobody would answer it
+    client = simulate(algorithm="local").population.client(0, 0)  # nobody would answer it
     assert client.sgd(client.weights, supervised, steps=0) is client.weights
 
 

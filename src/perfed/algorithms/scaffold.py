@@ -39,6 +39,8 @@ Parameters = dict[str, Tensor]
 class Scaffold(FedAvg):
     global_rate: float = option(1.0, "η_g: step of the global model", gt=0)
 
+    needs_plain_sgd = True  # option II reads the gradients off the way a client has gone
+
     def start(self, server: Server) -> Tree:
         models = super().start(server)
         return {

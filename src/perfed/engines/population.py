@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -13,13 +13,23 @@ from torch.nn.functional import cross_entropy
 
 from perfed.config import Training
 from perfed.core.algorithm import Algorithm, Client, Judged
+from perfed.core.errors import ConfigError, did_you_mean, shape_text
 from perfed.core.message import Message
 from perfed.core.metrics import PARTS
-from perfed.core.tree import Weights
+from perfed.core.schema import plain
+from perfed.core.tree import OWN, Weights
 from perfed.data import Federation
 from perfed.engines.base import Call, ClientRecord, Engine, EngineClient, Job, Method
 from perfed.engines.store import ClientStore
-from perfed.models import Models, build_module, check_trains_on_one, initial_weights
+from perfed.models import (
+    Architecture,
+    Models,
+    architectures,
+    build_module,
+    check_trains_on_one,
+    find_head,
+    initial_weights,
+)
 
 Task = Callable[[Client, Message], Message | None]
 
@@ -33,6 +43,7 @@ class Population:
         federation: Federation,
         models: Models,
         training: Training,
+        rounds: int,
         seed: int,
         device: torch.device,
         store: ClientStore | None = None,
@@ -40,6 +51,7 @@ class Population:
         self.algorithm = algorithm
         self.federation = federation
         self.training = training
+        self.rounds = rounds
         self.seed = seed
         self.device = device
         self.engine: Engine
@@ -56,12 +68,15 @@ class Population:
         self.architectures = [labels[architecture] for architecture in dealt]
         self._own_initial = models.initial == "own"
         self.by_label = {label: architecture for architecture, label in labels.items()}
+        self.extra = named_networks(algorithm, self.by_label)
         shape, self.classes = federation.input_shape, federation.samples.classes
         self.modules = {
             label: build_module(architecture, shape, self.classes).to(device)
-            for architecture, label in labels.items()
+            for label, architecture in (self.by_label | self.extra).items()
         }
         self._check_batches()
+        self._check_augmentation()
+        self._heads = self._find_heads() if algorithm.needs_features else {}
         self._initial: dict[tuple[str, int], Weights] = {}
         self.records = ClientStore(device) if store is None else store
         self.pending: dict[int, ClientRecord] = {}
@@ -75,6 +90,49 @@ class Population:
         for where, size in sizes.items():
             for label, module in self.modules.items() if size == 1 else ():
                 check_trains_on_one(label, module, self.federation.input_shape, where)
+
+    def _check_augmentation(self) -> None:
+        shape = self.federation.input_shape
+        if self.training.augment and len(shape) != 3:
+            raise ConfigError(
+                f"samples of shape {shape_text(shape)} are no images: must be empty",
+                "training.augment",
+            )
+
+    def _find_heads(self) -> dict[str, str]:
+        """The name of each network's last layer."""
+        shape, heads, widths = self.federation.input_shape, {}, {}
+        for label, architecture in (self.by_label | self.extra).items():
+            heads[label], widths[label] = find_head(architecture, self.modules[label], shape)
+        theirs = {label: widths[label] for label in self.by_label}
+        if self.algorithm.shares_features and len(set(theirs.values())) > 1:
+            each = ", ".join(f"'{label}' {width}" for label, width in theirs.items())
+            raise ConfigError(
+                f"'{self.algorithm.registered_name}' compares features of different clients, and "
+                f"their networks have different widths ({each}): must be one width",
+                "models",
+            )
+        return heads
+
+    @cached_property
+    def most_steps(self) -> int:
+        """Training steps a round of the client that makes most of them."""
+        sizes = self.federation.train_sizes
+        return self.training.steps_of(int(max(sizes))) if len(sizes) else 0
+
+    def named(self, network: str) -> str:
+        """The label of a network beside the clients' own."""
+        if network not in self.extra:
+            raise ConfigError(
+                f"'{self.algorithm.registered_name}' has no network '{network}'"
+                + did_you_mean(network, [OWN, *self.extra]),
+                "algorithm",
+            )
+        return network
+
+    def head(self, label: str) -> str:
+        """The name of a network's last layer; empty where the algorithm does not look at it."""
+        return self._heads.get(label, "")
 
     # Samples go to the device when they are first used: where clients live elsewhere, never.
 
@@ -110,7 +168,7 @@ class Population:
     ) -> list[Job]:
         jobs = []
         for number, message in messages.items():
-            client = self._client(number, round)
+            client = self.client(number, round, judged=purpose != "module")
             jobs.append(Job(client, partial(task, client, message), purpose))
         return jobs
 
@@ -141,7 +199,7 @@ class Population:
         labels = [self.y[where] for where in places]
         judged: dict[str, dict[str, Tensor]] = {}
         for kind, model in models.items():
-            logits = client.logits(model, torch.cat(places))
+            logits = client.said(model, torch.cat(places))
             judged[kind] = {}
             for part, y, z in zip(
                 PARTS, labels, torch.split(logits, [*map(len, places)]), strict=True
@@ -153,8 +211,9 @@ class Population:
     def record(self, client: int) -> ClientRecord:
         return self.records.get(client) or ClientRecord(self._first_weights(client))
 
-    def _client(self, client: int, round: int) -> EngineClient:
-        return EngineClient(self, client, round)
+    def client(self, client: int, round: int, judged: bool = False) -> EngineClient:
+        """One client, in one round; ``judged`` where its models are only evaluated."""
+        return EngineClient(self, client, round, judged)
 
     def _first_weights(self, client: int) -> Weights:
         if self._own_initial:
@@ -170,7 +229,7 @@ class Population:
 
     def _draw_weights(self, architecture: str, *, client: int = -1, number: int = 0) -> Weights:
         drawn = initial_weights(
-            self.by_label[architecture],
+            (self.by_label | self.extra)[architecture],
             self.federation.input_shape,
             self.classes,
             self.seed,
@@ -192,6 +251,16 @@ def with_public_statistics(weights: Weights, algorithm: Algorithm, training: Tra
     """With BatchNorm statistics of public batches, where those have their own: as yet the same."""
     separate = algorithm.trains_on_public_set and training.public_batchnorm == "separate"
     return weights._replace(public_buffers=weights.buffers if separate else {})
+
+
+def named_networks(algorithm: Algorithm, labels: Container[str]) -> dict[str, Architecture]:
+    """The networks an algorithm has beside the clients' own, whose labels are given."""
+    networks: dict[str, Architecture] = {}
+    for name, architecture in algorithm.networks().items():
+        if name == OWN or name in labels:
+            raise ConfigError(f"'{name}' is the name of a client's network: choose another")
+        networks[name] = architectures.build(plain(architecture))
+    return networks
 
 
 def changed_records(jobs: Sequence[Job]) -> dict[int, ClientRecord]:

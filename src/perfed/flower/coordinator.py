@@ -223,6 +223,7 @@ class FederatedRun(Coordinator):
             experiment.name,
             experiment.seed,
             experiment.clients,
+            experiment.rounds,
             options.classes,
             experiment.models.initial,
             experiment.training,

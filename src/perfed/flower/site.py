@@ -53,7 +53,7 @@ from perfed.flower.protocol import (
 from perfed.flower.settings import SiteOptions, read_site
 from perfed.models import Models, parameter_count
 from perfed.runs.coordinator import check_finite
-from perfed.runs.result import headline, tensors_of
+from perfed.runs.result import headline
 
 PARTS = ("train", "validation", "test")
 BEFORE_ALL = -2  # the last round of a site that has done none; the opening is −1
@@ -67,6 +67,7 @@ class Plan:
     name: str
     seed: int
     clients: int
+    rounds: int
     classes: int
     initial: Literal["common", "own"]
     training: Training
@@ -289,7 +290,7 @@ class Site:
         }
         if not all(torch.isfinite(torch.tensor([*n.values()])).all() for n in numbers.values()):
             raise Diverged(f"round {round}: the loss here is not finite")
-        return numbers, tensors_of(headline(models))
+        return numbers, headline(models).tensors()
 
     def _report(
         self,
@@ -333,7 +334,7 @@ class Site:
         options, split = self.options, self.split
         training = Training(steps=1, batch_size=min(32, len(split.train)))
         plan = Plan(
-            options.run, 0, options.client + 1, options.classes, "common", training, Local()
+            options.run, 0, options.client + 1, 1, options.classes, "common", training, Local()
         )
         with chdir(self.folder):
             self._lock_file()
@@ -396,6 +397,7 @@ class Site:
             Federation(self.samples, splits, {}),
             models,
             plan.training,
+            plan.rounds,
             plan.seed,
             self.device,
         )

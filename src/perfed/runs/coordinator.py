@@ -189,7 +189,7 @@ class Coordinator(ABC):
                 {
                     "round": round,
                     "clients": clients,
-                    "learning_rate": experiment.training.learning_rate_at(round),
+                    "learning_rate": experiment.training.learning_rate_at(round, experiment.rounds),
                     **self._facts(clients),
                     **self._server_facts(),
                     "traffic": traffic,

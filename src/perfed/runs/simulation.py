@@ -36,7 +36,7 @@ from perfed.runs.coordinator import (
     summaries,
 )
 from perfed.runs.directory import RunDirectory, claimed_path, environment
-from perfed.runs.result import Result, tensors_of
+from perfed.runs.result import Result
 from perfed.runs.stopping import Stop
 
 AUTOMATIC = Execution()
@@ -125,6 +125,7 @@ class Simulation(Coordinator):
             self.federation,
             experiment.models,
             experiment.training,
+            experiment.rounds,
             experiment.seed,
             self.device,
             ClientStore(self.device, how.store_bytes()),
@@ -253,6 +254,7 @@ class Simulation(Coordinator):
                     label: plain(architecture)
                     for label, architecture in self.population.by_label.items()
                 },
+                "networks": {name: plain(a) for name, a in self.population.extra.items()},
                 "clients": [
                     {"architecture": label, "models": index[str(client)]}
                     for client, label in enumerate(self.population.architectures)
@@ -335,7 +337,7 @@ def _named(models: Mapping[int, Mapping[str, Judged]]) -> Iterator[tuple[str, st
 
 def _encoded(named: tuple[str, str, Judged]) -> tuple[str, str, bytes, bytes]:
     client, kind, model = named
-    content = tensorfile.encode(tensors_of(model))
+    content = tensorfile.encode(model.tensors())
     return client, kind, content, blake2b(content).digest()
 
 

@@ -33,6 +33,7 @@ class Recipe:
     algorithm: Algorithm
     models: Models
     training: Training
+    rounds: int
     seed: int
     clients_a_round: int
     store_bytes: int | None
@@ -85,6 +86,7 @@ class Bank:
             federation,
             recipe.models,
             recipe.training,
+            recipe.rounds,
             recipe.seed,
             self._device,
             store,

@@ -193,6 +193,7 @@ class RayEngine:
                 population.algorithm,
                 population.networks,
                 population.training,
+                population.rounds,
                 population.seed,
                 -(-hosted.clients_a_round // self._count),
                 None if store.limit is None else store.limit // self._count,
