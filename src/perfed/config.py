@@ -13,6 +13,7 @@ from typing import Any, Literal, get_type_hints
 
 from perfed.core.algorithm import Algorithm
 from perfed.core.errors import ConfigError, did_you_mean
+from perfed.core.metrics import known_metric
 from perfed.core.optimizer import Optimizer
 from perfed.core.schedule import Schedule
 from perfed.core.schema import Options, from_mapping, option, to_mapping
@@ -101,8 +102,16 @@ class Experiment(Options):
     models: Models = option(Models(), "which client has which network")
     training: Training = option(Training(), "local training")
     algorithm: Algorithm = option("perfed-ckt", "the algorithm")
+    metrics: tuple[str, ...] = option(
+        (), "metrics of your own to record beside perfed's, each as file.py:name"
+    )
 
     def validate(self) -> None:
+        for number, path in enumerate(self.metrics):
+            try:
+                known_metric(path)
+            except ConfigError as error:
+                raise ConfigError(error.message, f"metrics[{number}]") from None
         if not re.fullmatch(r"[\w.+=-]{1,100}", self.name) or self.name.startswith("."):
             raise ConfigError(
                 f"{self.name!r} cannot name a folder: use letters, digits, - and _", "name"

@@ -373,15 +373,15 @@ def test_the_reports_of_a_simulation_work_on_a_federation(tmp_path: Path) -> Non
 
 
 def numbers(**changes: Any) -> dict[str, Any]:
-    return dict.fromkeys(module.JUDGED, 0.5) | changes
+    return dict.fromkeys(module.NEEDED, 0.5) | changes
 
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda inner: (
         st.lists(inner, max_size=3)
-        | st.dictionaries(st.text() | st.sampled_from(module.JUDGED), inner, max_size=5)
-        | st.fixed_dictionaries(dict.fromkeys(module.JUDGED, inner))
+        | st.dictionaries(st.text() | st.sampled_from(module.NEEDED), inner, max_size=5)
+        | st.fixed_dictionaries(dict.fromkeys(module.NEEDED, inner))
         | st.fixed_dictionaries({"personal": inner})
         | st.fixed_dictionaries({"train": inner, "validation": inner, "test": inner})
     ),

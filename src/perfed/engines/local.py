@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from perfed.core.message import Message
@@ -68,7 +66,7 @@ class LocalEngine:
 
 def _finished(call: Call, jobs: Sequence[Job], returned: list[Any]) -> Any:
     if call.method == "judge":
-        return evaluation(returned)
+        return call.population.measured(call.messages, returned)
     if call.method == "models":
         return dict(zip(call.messages, returned, strict=True))
     records = changed_records(jobs)
@@ -99,17 +97,3 @@ def outcomes(
         )
         for job, reply in zip(jobs, replies, strict=True)
     }
-
-
-def evaluation(
-    judged: Sequence[Mapping[str, Mapping[str, Tensor]]],
-) -> dict[str, dict[str, np.ndarray]]:
-    """One column for each number of each model kind, from the device in one piece."""
-    names = [(kind, name) for kind, numbers in judged[0].items() for name in numbers]
-    table = torch.stack([client[kind][name] for kind, name in names for client in judged])
-    columns: dict[str, dict[str, np.ndarray]] = {}
-    for (kind, name), column in zip(
-        names, table.reshape(len(names), len(judged)).cpu().numpy(), strict=True
-    ):
-        columns.setdefault(kind, {})[name] = column
-    return columns

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from perfed.config import Training
 from perfed.core.algorithm import Algorithm, Client, Judged
 from perfed.core.errors import ConfigError, did_you_mean, shape_text
 from perfed.core.message import Message
-from perfed.core.metrics import PARTS
+from perfed.core.metrics import EVALUATED_ON, Samples, column_name, evaluate
 from perfed.core.schema import plain
 from perfed.core.tree import OWN, Weights
 from perfed.data import Federation
@@ -192,21 +191,28 @@ class Population:
     def _first_message(self, client: Client, message: Message) -> Message | None:
         return self.algorithm.first_message(client)
 
-    def _judge(self, client: EngineClient, message: Message) -> dict[str, dict[str, Tensor]]:
-        """The numbers of one client, by model kind."""
+    def _judge(self, client: EngineClient, message: Message) -> dict[str, Tensor]:
+        """By model kind, the logits of all samples that one client is evaluated on."""
         models = self.algorithm.models(client, message)
-        places = [self.positions(client.id, part) for part in PARTS]
-        labels = [self.y[where] for where in places]
-        judged: dict[str, dict[str, Tensor]] = {}
-        for kind, model in models.items():
-            logits = client.said(model, torch.cat(places))
-            judged[kind] = {}
-            for part, y, z in zip(
-                PARTS, labels, torch.split(logits, [*map(len, places)]), strict=True
-            ):
-                judged[kind][f"{part}_accuracy"] = (z.argmax(1) == y).double().mean()
-                judged[kind][f"{part}_loss"] = cross_entropy(z, y).double()
-        return judged
+        where = torch.cat([self.positions(client.id, part) for part in EVALUATED_ON])
+        return {kind: client.said(model, where) for kind, model in models.items()}
+
+    def measured(
+        self, clients: Iterable[int], logits: Sequence[Mapping[str, Tensor]]
+    ) -> dict[str, dict[str, np.ndarray]]:
+        """One column for each metric of each model kind; from the device in one piece."""
+        places = [self.positions(client, part) for client in clients for part in EVALUATED_ON]
+        labels, sizes = self.y[torch.cat(places)], [len(where) for where in places]
+        columns: dict[str, dict[str, np.ndarray]] = {}
+        for kind in logits[0]:
+            numbers = evaluate(Samples(torch.cat([one[kind] for one in logits]), labels, sizes))
+            table = torch.stack([*numbers.values()]).view(len(numbers), -1, len(EVALUATED_ON))
+            columns[kind] = {
+                column_name(part, name): column
+                for name, by_client in zip(numbers, table.cpu().numpy(), strict=True)
+                for part, column in zip(EVALUATED_ON, by_client.T, strict=True)
+            }
+        return columns
 
     def record(self, client: int) -> ClientRecord:
         return self.records.get(client) or ClientRecord(self._first_weights(client))

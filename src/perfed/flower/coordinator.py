@@ -26,8 +26,7 @@ from perfed.core.algorithm import Algorithm, ClientInfo, Server
 from perfed.core.channel import Channel
 from perfed.core.errors import ConfigError, PerfedError, RunError
 from perfed.core.message import Message
-from perfed.core.metrics import MODEL_NAMES, QUANTITIES
-from perfed.core.metrics import PARTS as JUDGED_PARTS
+from perfed.core.metrics import EVALUATED_ON, MODEL_NAMES, column_metrics, column_name
 from perfed.core.selection import select_clients
 from perfed.core.tree import Weights, flatten
 from perfed.engines import ClientRecord
@@ -61,9 +60,8 @@ from perfed.runs.result import Result
 
 Say = Callable[[str], None]
 MOST = 10**12  # samples that a site may say it has
-JUDGED = [f"{part}_{quantity}" for part in JUDGED_PARTS for quantity in QUANTITIES]
-HIGHEST = {name: 1.0 if "accuracy" in name else torch.finfo(torch.float32).max for name in JUDGED}
-"""What can be; of several losses, the mean is then a number too."""
+NEEDED = [column_name(part, name) for part in EVALUATED_ON for name in ("accuracy", "loss")]
+"""What every site must tell of its models. Of other metrics, it tells those that it knows."""
 
 
 class Transport(Protocol):
@@ -228,6 +226,7 @@ class FederatedRun(Coordinator):
             experiment.models.initial,
             experiment.training,
             self.algorithm,
+            experiment.metrics,
         )
         invitation = Envelope(self._header(JOIN, -1), facts={"plan": plan.to_mapping()})
         self.membership = Membership(transport, invitation, options, say)
@@ -406,7 +405,7 @@ class FederatedRun(Coordinator):
         columns = {
             kind: {
                 name: np.array([numbers[client][kind][name] for client in who])
-                for name in numbers[who[0]][kind]
+                for name in known_to_all(numbers, kind)
             }
             for kind in numbers[who[0]]
         }
@@ -465,10 +464,11 @@ class FederatedRun(Coordinator):
         return {
             kind: {
                 name: [
-                    numbers[client][kind][name] if client in numbers else None
+                    numbers[client][kind].get(name) if client in numbers else None
                     for client in self._everyone()
                 ]
-                for name in one[kind]
+                for name in column_metrics()
+                if any(name in judged[kind] for judged in numbers.values())
             }
             for kind in one
         }
@@ -634,12 +634,16 @@ def _introduction(facts: Mapping[str, Any], clients: int) -> tuple[int, Member, 
 
 def _numbers(facts: Mapping[str, Any]) -> Numbers:
     """How a site judges its models; raises Refused where these are not numbers."""
+    known = column_metrics()
     try:
         said = dict(facts["numbers"])
-        numbers = {kind: {name: float(said[kind][name]) for name in JUDGED} for kind in said}
+        numbers = {
+            kind: {n: float(said[kind][n]) for n in known if n in NEEDED or n in said[kind]}
+            for kind in said
+        }
     except (KeyError, TypeError, ValueError, OverflowError):
         raise Refused("its judgement of its models is not one") from None
-    possible = all(0 <= one[name] <= HIGHEST[name] for one in numbers.values() for name in one)
+    possible = all(known[name].possible(one[name]) for one in numbers.values() for name in one)
     if not numbers or not numbers.keys() <= MODEL_NAMES.keys() or not possible:
         raise Refused("its judgement of its models is not one")
     return numbers
@@ -652,19 +656,19 @@ def alike(numbers: Mapping[int, Numbers]) -> dict[int, Numbers]:
     return {k: judged for k, judged in numbers.items() if tuple(sorted(judged)) == usual}
 
 
+def known_to_all(numbers: Mapping[int, Numbers], kind: str) -> list[str]:
+    """The metrics that every client told: means over some clients would not be comparable."""
+    return [n for n in column_metrics() if all(n in judged[kind] for judged in numbers.values())]
+
+
 def _from_columns(line: Mapping[str, Any], clients: int) -> dict[int, Numbers]:
     """The numbers of each client, from a line of an evaluation."""
+    judged = {kind: columns for kind, columns in line.items() if kind != "round"}
     return {
         client: {
-            kind: {name: values[client] for name, values in columns.items()}
-            for kind, columns in line.items()
-            if kind != "round"
+            kind: {n: values[client] for n, values in columns.items() if values[client] is not None}
+            for kind, columns in judged.items()
         }
         for client in range(clients)
-        if all(
-            values[client] is not None
-            for kind, columns in line.items()
-            if kind != "round"
-            for values in columns.values()
-        )
+        if all(columns[name][client] is not None for columns in judged.values() for name in NEEDED)
     }

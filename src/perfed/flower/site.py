@@ -34,6 +34,7 @@ from perfed.core import tensorfile
 from perfed.core.algorithm import Algorithm, algorithms
 from perfed.core.errors import ConfigError, Diverged, PerfedError, RunError, shape_text
 from perfed.core.message import Message
+from perfed.core.metrics import known_metric
 from perfed.core.schema import from_mapping, plain
 from perfed.core.threads import cpu_threads
 from perfed.core.tree import flatten, unflatten
@@ -72,6 +73,7 @@ class Plan:
     initial: Literal["common", "own"]
     training: Training
     algorithm: Algorithm
+    metrics: tuple[str, ...] = ()
 
     def to_mapping(self) -> dict[str, Any]:
         return {name: plain(value) for name, value in vars(self).items()}
@@ -80,7 +82,11 @@ class Plan:
     def from_mapping(cls, values: Mapping[str, Any]) -> Plan:
         training = from_mapping(Training, values["training"])
         algorithm = algorithms.build(values["algorithm"])
-        return cls(**{**values, "training": training, "algorithm": algorithm})
+        metrics = tuple(values.get("metrics", ()))
+        for path in metrics:
+            known_metric(path)
+        made = {"training": training, "algorithm": algorithm, "metrics": metrics}
+        return cls(**{**values, **made})
 
 
 @dataclass
@@ -190,7 +196,8 @@ class Site:
     def _write_plan(self, task: Envelope, plan: Plan) -> None:
         path = self._run_folder(task) / "plan.json"
         content = json.dumps(plan.to_mapping(), indent=1)
-        if path.is_file() and json.loads(path.read_text("utf-8")) != json.loads(content):
+        # Parsed, so that options that were not there then have their defaults.
+        if path.is_file() and Plan.from_mapping(json.loads(path.read_text("utf-8"))) != plan:
             raise Refused(f"{task.header.run} was begun with another configuration")
         path.parent.mkdir(parents=True, exist_ok=True)
         tensorfile.write_atomically(path, f"{content}\n".encode())

@@ -7,6 +7,7 @@ directory.
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from abc import abstractmethod
@@ -17,6 +18,7 @@ from typing import Any
 from perfed.config import Experiment
 from perfed.core.errors import Diverged
 from perfed.core.extras import needed
+from perfed.core.metrics import EVALUATED_ON, column_name, metrics
 from perfed.core.tensorfile import write_atomically
 from perfed.report.gather import flat
 from perfed.runs import Callback, Result, RoundReport
@@ -39,9 +41,9 @@ def scalars(evaluation: Mapping[str, Any], traffic: Mapping[str, int]) -> Scalar
     used = headline(evaluation)
     for kind, numbers in evaluation.items():
         suffix = "" if numbers is used else f"_{kind}"
-        for part in ("test", "validation"):
-            told[f"accuracy/{part}{suffix}"] = numbers[f"{part}_accuracy"]
-            told[f"loss/{part}{suffix}"] = numbers[f"{part}_loss"]
+        for part, name in itertools.product(EVALUATED_ON, metrics):
+            if column_name(part, name) in numbers:  # a run may be older than a metric
+                told[f"{name}/{part}{suffix}"] = numbers[column_name(part, name)]
         told[f"accuracy/test_worst_decile{suffix}"] = numbers["test_accuracy_worst_decile"]
     return told
 

@@ -11,7 +11,6 @@ from torch import nn
 
 from perfed.config import Comparison, Experiment, parse, read_mapping
 from perfed.core.errors import RunError
-from perfed.core.metrics import PARTS, QUANTITIES
 from perfed.core.tree import OWN
 from perfed.models import architectures, build_module
 from perfed.runs.directory import FEDERATION, RunDirectory
@@ -111,11 +110,10 @@ class Result:
         return pd.DataFrame(rows)
 
     def per_client(self) -> pd.DataFrame:
-        """A row per evaluated round, model kind and client."""
+        """A row per evaluated round, model kind and client, with every metric that was recorded."""
         import pandas as pd
 
         clients = self._directory.read_json("partition.json")["clients"]
-        names = [f"{part}_{quantity}" for part in PARTS for quantity in QUANTITIES]
         rows = [
             {
                 "round": line["round"],
@@ -124,13 +122,13 @@ class Result:
                 "architecture": client["architecture"],
                 "train_size": part_size(client, "train"),
                 "test_size": part_size(client, "test"),
-                **{name: columns[name][number] for name in names},
+                **{name: values[number] for name, values in columns.items()},
             }
             for line in self._directory.lines("clients.jsonl")
             for kind, columns in line.items()
             if kind != "round"
             for number, client in enumerate(clients)
-            if client and columns[names[0]][number] is not None  # a site may not have joined yet
+            if client and columns["test_accuracy"][number] is not None  # a site that has joined
         ]
         return pd.DataFrame(rows)
 

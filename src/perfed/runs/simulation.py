@@ -17,6 +17,7 @@ from perfed.core.algorithm import Algorithm, ClientInfo, Judged, Server
 from perfed.core.channel import Channel
 from perfed.core.errors import ConfigError, RunError
 from perfed.core.message import Message
+from perfed.core.metrics import check_range
 from perfed.core.schema import plain
 from perfed.core.selection import select_clients
 from perfed.core.threads import WRITERS, cpu_threads, in_threads
@@ -215,8 +216,9 @@ class Simulation(Coordinator):
             messages = self._evaluation_messages(round)
             (columns,) = yield [self.population.call("judge", messages, round)]
         for column in columns.values():
-            numbers = [(name, torch.tensor(values)) for name, values in column.items()]
-            check_finite(round, {"an evaluation": numbers})
+            losses = [(n, torch.tensor(v)) for n, v in column.items() if n.endswith("_loss")]
+            check_finite(round, {"an evaluation": losses})
+            check_range(column)
         lists = {
             kind: {name: values.tolist() for name, values in column.items()}
             for kind, column in columns.items()

@@ -15,6 +15,7 @@ import torch
 from perfed.config import Training
 from perfed.core.algorithm import Algorithm
 from perfed.core.message import Message
+from perfed.core.metrics import learn
 from perfed.core.tree import identity
 from perfed.data import Federation
 from perfed.engines.base import ClientRecord, Method
@@ -37,6 +38,8 @@ class Recipe:
     seed: int
     clients_a_round: int
     store_bytes: int | None
+    metrics: list[tuple[str, tuple[str, str]]]
+    """Where those are found that are not perfed's own."""
     folder: Path | None
     """Where clients beyond ``store_bytes`` wait, if this machine has it."""
 
@@ -77,6 +80,7 @@ class Bank:
 
     def admit(self, number: int, federation: Federation, recipe: Recipe, records: Parcel) -> None:
         """A population, and what those of its clients that live here keep."""
+        learn(recipe.metrics)
         store = ClientStore(self._device, recipe.store_bytes)
         if recipe.folder is not None and recipe.folder.is_dir():
             store.folder = recipe.folder

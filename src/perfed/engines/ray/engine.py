@@ -19,6 +19,7 @@ import torch
 
 from perfed.core.errors import ConfigError, RunError
 from perfed.core.message import Message
+from perfed.core.metrics import own_metrics
 from perfed.engines.base import Call
 from perfed.engines.population import Population
 from perfed.engines.precision import FLOAT32, Precision
@@ -197,6 +198,7 @@ class RayEngine:
                 population.seed,
                 -(-hosted.clients_a_round // self._count),
                 None if store.limit is None else store.limit // self._count,
+                own_metrics(),
                 store.folder,
             )
             self._tell(number, "admit", hosted.number, hosted.data, recipe, pack(records))
