@@ -14,6 +14,7 @@ from typing import Any, Literal, get_type_hints
 from perfed.core.algorithm import Algorithm
 from perfed.core.errors import ConfigError, did_you_mean
 from perfed.core.schema import Options, from_mapping, option, to_mapping
+from perfed.core.wire import Stage
 from perfed.data import Dataset, Partition, Split
 from perfed.models import Models
 
@@ -68,6 +69,9 @@ class Experiment(Options):
     models: Models = option(Models(), "which client has which network")
     training: Training = option(Training(), "local training")
     algorithm: Algorithm = option("perfed-ckt", "the algorithm")
+    wire: tuple[Stage, ...] = option(
+        (), "what happens to messages between an algorithm and the network, in this order"
+    )
 
     def validate(self) -> None:
         if not re.fullmatch(r"[\w.+=-]{1,100}", self.name) or self.name.startswith("."):

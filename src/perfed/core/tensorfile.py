@@ -110,7 +110,9 @@ def decode(data: bytes, limits: Limits = FILE) -> tuple[dict[str, Tensor], dict[
         dtype, shape = _FROM_NAME[entry["dtype"]], _shape(name, entry["shape"], limits)
         end = place + math.prod(shape) * dtype.itemsize
         if entry["data_offsets"] != [place, end]:
-            raise ValueError(f"the data of {name!r} is at {entry['data_offsets']}, not at its place")
+            raise ValueError(
+                f"the data of {name!r} is at {entry['data_offsets']}, not at its place"
+            )
         if end > len(payload):
             raise ValueError(f"the data of {name!r} is cut off")
         raw = bytearray(payload[place:end])  # a copy of its own: the tensor may be written to

@@ -13,9 +13,12 @@ from torch.nn.functional import cross_entropy
 
 from perfed.config import Training
 from perfed.core.algorithm import Algorithm, Client, Judged
+from perfed.core.declaration import Known, check
+from perfed.core.errors import ConfigError
 from perfed.core.message import Message
 from perfed.core.metrics import PARTS
-from perfed.core.tree import Weights
+from perfed.core.tree import Weights, find_not_finite
+from perfed.core.wire import Link
 from perfed.data import Federation
 from perfed.engines.base import Call, ClientRecord, Engine, EngineClient, Job, Method
 from perfed.engines.store import ClientStore
@@ -36,19 +39,24 @@ class Population:
         seed: int,
         device: torch.device,
         store: ClientStore | None = None,
+        link: Link | None = None,
+        trusts_server: bool = True,
     ) -> None:
         self.algorithm = algorithm
         self.federation = federation
         self.training = training
         self.seed = seed
         self.device = device
+        self.link = link or Link(seed=seed)
+        self._trusts_server = trusts_server
+        self._messages = algorithm.messages()
         self.engine: Engine
         """Set by whoever runs these clients."""
         self.networks = models
         self._tasks: dict[str, tuple[Callable[[Any, Message], Any], str]] = {
             "first_message": (self._first_message, "module"),
-            "client_round": (algorithm.client_round, "module"),
-            "models": (algorithm.models, "judged-module"),
+            "client_round": (self._client_round, "module"),
+            "models": (self._models, "judged-module"),
             "judge": (self._judge, "judged-module"),
         }
         dealt = models.deal(federation.train_sizes, seed)
@@ -131,12 +139,59 @@ class Population:
         (columns,) = self.engine.perform([self.call("judge", messages, round)])
         return columns
 
-    def _first_message(self, client: Client, message: Message) -> Message | None:
-        return self.algorithm.first_message(client)
+    # The client's half of the wire is around what the algorithm does there.
+
+    def _first_message(self, client: EngineClient, message: Message) -> Message | None:
+        if not self._trusts_server:
+            check(message, {}, self.known(client.id))
+        first = self.algorithm.first_message(client)
+        return None if first is None else self._sent(client, first, "first_message")
+
+    def _client_round(self, client: EngineClient, message: Message) -> Message:
+        state, declared = client.kept.get("link", {}), self._messages.down
+        received, kept = self.link.receive(
+            message, client.id, client.round, "down", state, declared
+        )
+        if not self._trusts_server:
+            check(received, declared, self.known(client.id))
+        if kept is not state:
+            client.kept["link"] = kept
+        return self._sent(client, self.algorithm.client_round(client, received), "client_round")
+
+    def _sent(self, client: EngineClient, message: Any, method: str) -> Message:
+        if not isinstance(message, Message):
+            name, kind = self.algorithm.registered_name, type(message).__name__
+            raise ConfigError(f"{method} of '{name}' returned {kind}: must be a Message")
+        if self.link.stages and find_not_finite({0: [*message.arrays.items()]}):
+            return message  # as it is: whoever gets the outcome sees the fault
+        state = client.kept.get("link", {})
+        sent, kept = self.link.send(message, client.id, client.round, "up", state)
+        if kept is not state:
+            client.kept["link"] = kept
+        return sent
+
+    def _models(self, client: EngineClient, message: Message) -> dict[str, Judged]:
+        declared = self._messages.evaluation
+        received, _ = self.link.receive(
+            message, client.id, client.round, "evaluation", {}, declared
+        )
+        if not self._trusts_server:
+            check(received, declared, self.known(client.id))
+        return self.algorithm.models(client, received)
+
+    def known(self, client: int, received: Message | None = None) -> Known:
+        """By what a client's messages are measured."""
+        sizes = {"P": len(self.federation.samples.public_x), "N": self.classes}
+        return Known(
+            sizes,
+            self.train_size(client),
+            lambda network: self.initial_weights(network or self.architectures[client]),
+            received=received or Message(),
+        )
 
     def _judge(self, client: EngineClient, message: Message) -> dict[str, dict[str, Tensor]]:
         """The numbers of one client, by model kind."""
-        models = self.algorithm.models(client, message)
+        models = self._models(client, message)
         places = [self.positions(client.id, part) for part in PARTS]
         labels = [self.y[where] for where in places]
         judged: dict[str, dict[str, Tensor]] = {}

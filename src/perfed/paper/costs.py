@@ -99,7 +99,7 @@ def round_cost(
     counted: Callable[[str], bool] = lambda name: True,
 ) -> int:
     """Parameters that cross in one round: the first in which the server has something to say."""
-    infos = [ClientInfo(number, ARCHITECTURE) for number in range(clients)]
+    infos = [ClientInfo(number, ARCHITECTURE, samples=1) for number in range(clients)]
     dry = {info.id: DryClient(info.id, weights) for info in infos}
     server = _server(weights)
     state = algorithm.start(server)

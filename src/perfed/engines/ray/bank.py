@@ -16,6 +16,7 @@ from perfed.config import Training
 from perfed.core.algorithm import Algorithm
 from perfed.core.message import Message
 from perfed.core.tree import identity
+from perfed.core.wire import Link
 from perfed.data import Federation
 from perfed.engines.base import ClientRecord, Method
 from perfed.engines.population import Population
@@ -34,6 +35,7 @@ class Recipe:
     models: Models
     training: Training
     seed: int
+    link: Link
     clients_a_round: int
     store_bytes: int | None
     folder: Path | None
@@ -88,6 +90,7 @@ class Bank:
             recipe.seed,
             self._device,
             store,
+            recipe.link,
         )
         population.engine = self._engine
         self._engine.expect(population, recipe.clients_a_round)

@@ -194,6 +194,7 @@ class RayEngine:
                 population.networks,
                 population.training,
                 population.seed,
+                population.link,
                 -(-hosted.clients_a_round // self._count),
                 None if store.limit is None else store.limit // self._count,
                 store.folder,
