@@ -17,6 +17,7 @@ from perfed.core.metrics import known_metric
 from perfed.core.optimizer import Optimizer
 from perfed.core.schedule import Schedule
 from perfed.core.schema import Options, from_mapping, option, to_mapping
+from perfed.core.wire import Stage
 from perfed.data import Dataset, Partition, Split
 from perfed.models import Models
 
@@ -104,6 +105,9 @@ class Experiment(Options):
     algorithm: Algorithm = option("perfed-ckt", "the algorithm")
     metrics: tuple[str, ...] = option(
         (), "metrics of your own to record beside perfed's, each as file.py:name"
+    )
+    wire: tuple[Stage, ...] = option(
+        (), "what happens to messages between an algorithm and the network, in this order"
     )
 
     def validate(self) -> None:

@@ -193,7 +193,7 @@ def test_fedfomo_explores_less_and_less_and_then_follows_affinity() -> None:
     simulation = simulate(algorithm={"name": "fedfomo", "candidates": 2})
     bank = {"mlp(hidden=8)": {str(k): None for k in range(5)}}
     state = {"bank": bank, "affinity": {"9": {"3": torch.tensor(0.7), "1": torch.tensor(0.2)}}}
-    info = perfed.core.algorithm.ClientInfo(9, "mlp(hidden=8)")
+    info = perfed.core.algorithm.ClientInfo(9, "mlp(hidden=8)", 5)
 
     def shares(round: int) -> tuple[float, float]:
         chosen = []

@@ -467,7 +467,15 @@ def test_an_answer_that_does_not_fit_the_others_is_left_out(oddity: str, tmp_pat
 
     result = run(folder, Odd(desk(folder).sites))
     assert result.summary["finished"]
-    assert "does not fit" in lines(result.path, "rounds.jsonl")[-1]["absent"]["1"]
+    reason = {
+        "another name": "an unknown array 'other', must be soft_decisions",
+        "another shape": "soft_decisions: is 3×10, must be |P|×N (30×10)",
+        "nothing": "soft_decisions: is missing",
+        "too large": "soft_decisions: has 3e+38, more than can be summed",
+    }[oddity]
+    _, first, *_ = lines(result.path, "rounds.jsonl")
+    assert first["clients"] == [0, 2]
+    assert first["absent"]["1"] == first["refused"]["1"] == reason
 
 
 def test_the_final_models_are_judged_though_nobody_answers_at_first(tmp_path: Path) -> None:

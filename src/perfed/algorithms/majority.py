@@ -8,12 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from perfed.core.algorithm import Algorithm, ClassPrior, Client, Judged, algorithms
+from perfed.core.declaration import Messages
 from perfed.core.message import Message
 
 
 @algorithms.register("majority")
 @dataclass(frozen=True)
 class Majority(Algorithm):
+    def messages(self) -> Messages:
+        return Messages(up={}, down={}, evaluation={})
+
     def client_round(self, client: Client, message: Message) -> Message:
         return Message()
 

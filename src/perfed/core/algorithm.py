@@ -8,6 +8,7 @@ client and knowing nothing of where it runs. Only ``client_round`` is required::
     broadcast           server      what it sends to one selected client
     client_round        one client  what the client does with it, and sends back
     merge               server      the new state from what came back
+    messages            both        what these messages hold, by which each is measured on arrival
     describe            server      a few numbers on the new state, for the run directory
     evaluation_message  server      what a client needs to have its models judged
     models              one client  which model(s) of this client are to be judged
@@ -29,6 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from perfed.core.declaration import Messages
 from perfed.core.judged import Adjusted, ClassPrior, Judged, Mixture, NearestPrototype, OfNetwork
 from perfed.core.message import Message
 from perfed.core.network import Network
@@ -178,6 +180,8 @@ class ClientInfo:
 
     id: int
     architecture: str
+    samples: int
+    """Training samples, as it told on joining."""
 
 
 @dataclass(frozen=True)
@@ -234,6 +238,11 @@ class Algorithm(Component):
     def check(self, clients_per_round: int) -> None:
         """Raise ConfigError where the options do not fit the experiment."""
 
+    def messages(self) -> Messages:
+        """What crosses, by name, shape, type and range; a message that does not fit is refused.
+        By default nothing is declared, and any finite numbers are admitted."""
+        return Messages()
+
     def start(self, server: Server) -> Tree:
         """The server's state before the first round."""
         return {}
@@ -257,7 +266,7 @@ class Algorithm(Component):
         return {}
 
     def evaluation_message(self, server: Server, state: Tree, client: ClientInfo) -> Message:
-        """What a client must know from the server to have its models judged (not counted)."""
+        """What a client must know from the server to have its models judged ."""
         return Message()
 
     def models(self, client: Client, message: Message) -> dict[str, Judged]:

@@ -12,11 +12,13 @@ from torch import Tensor
 
 from perfed.config import Training
 from perfed.core.algorithm import Algorithm, Client, Judged
+from perfed.core.declaration import Known, check
 from perfed.core.errors import ConfigError, did_you_mean, shape_text
 from perfed.core.message import Message
 from perfed.core.metrics import EVALUATED_ON, Samples, column_name, evaluate
 from perfed.core.schema import plain
-from perfed.core.tree import OWN, Weights
+from perfed.core.tree import OWN, Weights, find_not_finite
+from perfed.core.wire import Link
 from perfed.data import Federation
 from perfed.engines.base import Call, ClientRecord, Engine, EngineClient, Job, Method
 from perfed.engines.store import ClientStore
@@ -46,6 +48,8 @@ class Population:
         seed: int,
         device: torch.device,
         store: ClientStore | None = None,
+        link: Link | None = None,
+        trusts_server: bool = True,
     ) -> None:
         self.algorithm = algorithm
         self.federation = federation
@@ -53,13 +57,16 @@ class Population:
         self.rounds = rounds
         self.seed = seed
         self.device = device
+        self.link = link or Link(seed=seed)
+        self._trusts_server = trusts_server
+        self._messages = algorithm.messages()
         self.engine: Engine
         """Set by whoever runs these clients."""
         self.networks = models
         self._tasks: dict[str, tuple[Callable[[Any, Message], Any], str]] = {
             "first_message": (self._first_message, "module"),
-            "client_round": (algorithm.client_round, "module"),
-            "models": (algorithm.models, "judged-module"),
+            "client_round": (self._client_round, "module"),
+            "models": (self._models, "judged-module"),
             "judge": (self._judge, "judged-module"),
         }
         dealt = models.deal(federation.train_sizes, seed)
@@ -75,7 +82,9 @@ class Population:
         }
         self._check_batches()
         self._check_augmentation()
-        self._heads = self._find_heads() if algorithm.needs_features else {}
+        self._heads: dict[str, tuple[str, int]] = {}
+        if algorithm.needs_features:
+            self._find_heads()
         self._initial: dict[tuple[str, int], Weights] = {}
         self.records = ClientStore(device) if store is None else store
         self.pending: dict[int, ClientRecord] = {}
@@ -98,12 +107,12 @@ class Population:
                 "training.augment",
             )
 
-    def _find_heads(self) -> dict[str, str]:
-        """The name of each network's last layer."""
-        shape, heads, widths = self.federation.input_shape, {}, {}
+    def _find_heads(self) -> None:
+        """The last layer of each network, and the width of what goes into it."""
         for label, architecture in (self.by_label | self.extra).items():
-            heads[label], widths[label] = find_head(architecture, self.modules[label], shape)
-        theirs = {label: widths[label] for label in self.by_label}
+            shape = self.federation.input_shape
+            self._heads[label] = find_head(architecture, self.modules[label], shape)
+        theirs = {label: self.width(label) for label in self.by_label}
         if self.algorithm.shares_features and len(set(theirs.values())) > 1:
             each = ", ".join(f"'{label}' {width}" for label, width in theirs.items())
             raise ConfigError(
@@ -111,7 +120,6 @@ class Population:
                 f"their networks have different widths ({each}): must be one width",
                 "models",
             )
-        return heads
 
     @cached_property
     def most_steps(self) -> int:
@@ -131,7 +139,11 @@ class Population:
 
     def head(self, label: str) -> str:
         """The name of a network's last layer; empty where the algorithm does not look at it."""
-        return self._heads.get(label, "")
+        return self._heads.get(label, ("", 0))[0]
+
+    def width(self, label: str) -> int:
+        """How many features a network gives; 0 where the algorithm does not look at them."""
+        return self._heads.get(label, ("", 0))[1]
 
     # Samples go to the device when they are first used: where clients live elsewhere, never.
 
@@ -188,12 +200,62 @@ class Population:
         (columns,) = self.engine.perform([self.call("judge", messages, round)])
         return columns
 
-    def _first_message(self, client: Client, message: Message) -> Message | None:
-        return self.algorithm.first_message(client)
+    # The client's half of the wire is around what the algorithm does there.
+
+    def _first_message(self, client: EngineClient, message: Message) -> Message | None:
+        if not self._trusts_server:
+            check(message, {}, self.known(client.id))
+        first = self.algorithm.first_message(client)
+        return None if first is None else self._sent(client, first, "first_message")
+
+    def _client_round(self, client: EngineClient, message: Message) -> Message:
+        state, declared = client.kept.get("link", {}), self._messages.down
+        received, kept = self.link.receive(
+            message, client.id, client.round, "down", state, declared
+        )
+        if not self._trusts_server:
+            check(received, declared, self.known(client.id))
+        if kept is not state:
+            client.kept["link"] = kept
+        return self._sent(client, self.algorithm.client_round(client, received), "client_round")
+
+    def _sent(self, client: EngineClient, message: Any, method: str) -> Message:
+        if not isinstance(message, Message):
+            name, kind = self.algorithm.registered_name, type(message).__name__
+            raise ConfigError(f"{method} of '{name}' returned {kind}: must be a Message")
+        if self.link.stages and find_not_finite({0: [*message.arrays.items()]}):
+            return message  # as it is: whoever gets the outcome sees the fault
+        state = client.kept.get("link", {})
+        sent, kept = self.link.send(message, client.id, client.round, "up", state)
+        if kept is not state:
+            client.kept["link"] = kept
+        return sent
+
+    def _models(self, client: EngineClient, message: Message) -> dict[str, Judged]:
+        declared = self._messages.evaluation
+        received, _ = self.link.receive(
+            message, client.id, client.round, "evaluation", {}, declared
+        )
+        if not self._trusts_server:
+            check(received, declared, self.known(client.id))
+        return self.algorithm.models(client, received)
+
+    def known(self, client: int, received: Message | None = None) -> Known:
+        """By what a client's messages are measured."""
+        own = self.architectures[client]
+        sizes = {"P": len(self.federation.samples.public_x), "N": self.classes}
+        sizes |= {"F": self.width(own)} if self._heads else {}
+        return Known(
+            sizes,
+            self.train_size(client),
+            lambda network: self.initial_weights(network or own),
+            lambda network: self.head(network or own),
+            received or Message(),
+        )
 
     def _judge(self, client: EngineClient, message: Message) -> dict[str, Tensor]:
         """By model kind, the logits of all samples that one client is evaluated on."""
-        models = self.algorithm.models(client, message)
+        models = self._models(client, message)
         where = torch.cat([self.positions(client.id, part) for part in EVALUATED_ON])
         return {kind: client.said(model, where) for kind, model in models.items()}
 

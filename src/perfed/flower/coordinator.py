@@ -24,6 +24,7 @@ import torch
 from perfed.config import parse, read_mapping
 from perfed.core.algorithm import Algorithm, ClientInfo, Server
 from perfed.core.channel import Channel
+from perfed.core.declaration import Known, networks
 from perfed.core.errors import ConfigError, PerfedError, RunError
 from perfed.core.message import Message
 from perfed.core.metrics import EVALUATED_ON, MODEL_NAMES, column_metrics, column_name
@@ -215,6 +216,8 @@ class FederatedRun(Coordinator):
         self._architectures = {a.label(): a for a in experiment.models.architectures}
         self._initial: dict[tuple[str, int], Weights] = {}
         self._absent: dict[str, str] = {}
+        self._nodes: dict[int, int] = {}
+        """Where each client was when it was last asked."""
         self._directory = directory
         self.run = self._run_id()
         plan = Plan(
@@ -227,6 +230,7 @@ class FederatedRun(Coordinator):
             experiment.training,
             self.algorithm,
             experiment.metrics,
+            experiment.wire,
         )
         invitation = Envelope(self._header(JOIN, -1), facts={"plan": plan.to_mapping()})
         self.membership = Membership(transport, invitation, options, say)
@@ -245,6 +249,7 @@ class FederatedRun(Coordinator):
         headers = {task.client: self._header(task.kind, task.round) for task in jobs}
         waiting: dict[str, int] = {}
         nodes = {task.client: self.membership.node(task.client) for task in jobs}
+        self._nodes |= nodes
         for task in jobs:
             envelope = Envelope(headers[task.client], task.message)
             try:
@@ -283,23 +288,38 @@ class FederatedRun(Coordinator):
         self.membership.leave_out(client, node)
 
     def _gather(
-        self, kind: str, round: int, messages: Callable[[list[int]], Mapping[int, Message]]
+        self,
+        kind: str,
+        round: int,
+        messages: Callable[[list[int]], Mapping[int, Message]],
+        channel: Channel,
     ) -> Steps[dict[int, Message]]:
-        """The answers of a round: of as many clients as it needs, or at least of the minimum."""
+        """The answers of a round that are admitted: of as many clients as it needs, or at least of
+        the minimum. Whose answer was refused is not asked again before a deadline is over."""
         everyone = self.algorithm.trains_everyone()
         wanted = self.experiment.clients if everyone else self.experiment.clients_per_round
         replies: dict[int, Message] = {}
         self._absent = {}
+        self._begin_round()
         while True:
-            self._wait_for(max(1, self.options.minimum - len(replies)), without=replies)
-            clients = self._draw(round, wanted - len(replies), without=replies)
+            missing = max(1, self.options.minimum - len(replies))
+            patience = self.options.deadline if self._refused else float("inf")
+            self._wait_for(missing, without={*replies, *self._refused}, seconds=patience)
+            clients = self._draw(round, wanted - len(replies), {*replies, *self._refused})
+            if len(clients) < missing:  # it may have been mended meanwhile
+                clients = self._draw(round, wanted - len(replies), replies)
+                self._refused = {}
             tasks = [Task(c, kind, round, message) for c, message in messages(clients).items()]
-            for task, answer in zip(tasks, (yield tasks), strict=True):
-                if answer is not None:
-                    replies[task.client] = answer.message
-                    self._absent.pop(str(task.client), None)
-                    if "numbers" in answer.facts:
-                        self.membership.numbers[task.client] = _numbers(answer.facts)
+            answers = zip(tasks, (yield tasks), strict=True)
+            answered = {task.client: answer for task, answer in answers if answer is not None}
+            sent = {client: answer.message for client, answer in answered.items()}
+            for client, message in self._admitted(round, sent, channel).items():
+                replies[client] = message
+                self._absent.pop(str(client), None)
+                if "numbers" in answered[client].facts:
+                    self.membership.numbers[client] = _numbers(answered[client].facts)
+            for client in answered.keys() - replies.keys():
+                self._leave_out(client, self._nodes[client], self._refused[client])
             if len(replies) >= self.options.minimum:
                 return replies
             self._say(
@@ -363,9 +383,9 @@ class FederatedRun(Coordinator):
         if type(self.algorithm).first_message is Algorithm.first_message:
             return None
         replies = yield from self._gather(
-            FIRST, -1, lambda clients: dict.fromkeys(clients, Message())
+            FIRST, -1, lambda clients: dict.fromkeys(clients, Message()), channel
         )
-        self._merge(-1, channel.up(replies))
+        self._merge(-1, replies)
         traffic = vars(channel.total).copy()
         return {
             "round": -1,
@@ -379,10 +399,10 @@ class FederatedRun(Coordinator):
         before = dataclasses.replace(channel.total)
         with self._timed("clients"):
             replies = yield from self._gather(
-                ROUND, round, lambda clients: channel.down(self._broadcast(round, clients))
+                ROUND, round, lambda clients: self._broadcast(round, clients, channel), channel
             )
         with self._timed("merge"):
-            self._merge(round, channel.up(replies))
+            self._merge(round, replies)
         for client in replies:
             self.progress.trained[client] += 1
         return sorted(replies), difference(channel.total, before)
@@ -428,35 +448,13 @@ class FederatedRun(Coordinator):
         }
 
     def _merge(self, round: int, replies: Mapping[int, Message]) -> None:
-        """One answer that does not fit the others does not end the run: it is left out."""
+        super()._merge(round, replies)
+        check_finite(round, {"the server": [*flatten(self.progress.state).items()]})
         try:
-            self._merge_to_finite(round, replies)
-            return
-        except Exception as error:  # whatever an algorithm can stumble over in odd arrays
-            fault = error
-        for client in replies:
-            try:
-                self._merge_to_finite(
-                    round, {k: reply for k, reply in replies.items() if k != client}
-                )
-            except Exception:
-                continue
-            self._say(f"the answer of client {client} is left out: it does not fit the others'")
-            self._absent[str(client)] = "its answer does not fit the others'"
-            return
-        if isinstance(fault, PerfedError):
-            raise fault
-        raise RunError(f"the answers of round {round} do not fit together: {fault}")
-
-    def _merge_to_finite(self, round: int, replies: Mapping[int, Message]) -> None:
-        before = self.progress.state
-        try:
-            super()._merge(round, replies)
-            check_finite(round, {"the server": [*flatten(self.progress.state).items()]})
             json.dumps(self._described, allow_nan=False)  # as the round's line will have it
-        except Exception:
-            self.progress.state = before
-            raise
+        except (TypeError, ValueError) as error:
+            name = self.algorithm.registered_name
+            raise RunError(f"round {round}: what '{name}' describes is no JSON: {error}") from None
 
     def _columns(self, numbers: Mapping[int, Numbers]) -> dict[str, dict[str, list[float | None]]]:
         """A place for every client; those of whom nothing is known have no number."""
@@ -493,18 +491,30 @@ class FederatedRun(Coordinator):
         )
 
     def _info(self, client: int) -> ClientInfo:
-        return ClientInfo(client, self.membership.members[client].architecture)
+        member = self.membership.members[client]
+        return ClientInfo(client, member.architecture, member.sizes["train"])
+
+    def _known(self, client: int) -> Known:
+        info = self._info(client)
+        return Known(
+            {"P": len(self._public_x), "N": self.options.classes},
+            info.samples,
+            lambda network: self._initial_weights(network or info.architecture),
+            received=self._broadcasts.get(client, Message()),
+        )
 
     # What the server knows of networks: only those in its own configuration.
 
     def _admit(self, architecture: str) -> None:
-        """A method whose server sends weights cannot serve an architecture it does not know."""
+        """A method that sends weights cannot serve an architecture the server does not know."""
         self.algorithm.start(self._server_for(-1, {architecture: 1}))
+        for network in networks(self._messages.up):
+            self._initial_weights(network or architecture)
 
     def _initial_weights(self, architecture: str, number: int = 0) -> Weights:
         key = (architecture, number)
         if key not in self._initial:
-            known, experiment = self._known(architecture), self.experiment
+            known, experiment = self._configured(architecture), self.experiment
             drawn = initial_weights(
                 known, self._shape, self.options.classes, experiment.seed, number=number
             )
@@ -512,9 +522,9 @@ class FederatedRun(Coordinator):
         return self._initial[key]
 
     def _module(self, architecture: str) -> torch.nn.Module:
-        return build_module(self._known(architecture), self._shape, self.options.classes)
+        return build_module(self._configured(architecture), self._shape, self.options.classes)
 
-    def _known(self, architecture: str) -> Any:
+    def _configured(self, architecture: str) -> Any:
         if architecture not in self._architectures:
             raise ConfigError(
                 f"'{self.algorithm.registered_name}' sends weights, and '{architecture}' is not "
@@ -611,7 +621,6 @@ def _checked(task: Header, answer: Envelope | str) -> Envelope:
     check_answer(task, answer)
     if not isinstance(answer.facts, Mapping):
         raise Refused("its answer has no facts")
-    check_finite(task.round, {"its answer": [*answer.message.arrays.items()]})
     if task.kind == EVALUATE or "numbers" in answer.facts:
         _numbers(answer.facts)
     return answer

@@ -38,8 +38,10 @@ from perfed.core.metrics import known_metric
 from perfed.core.schema import from_mapping, plain
 from perfed.core.threads import cpu_threads
 from perfed.core.tree import flatten, unflatten
+from perfed.core.wire import Link, Stage, stages
 from perfed.data import ClientSplit, Federation
-from perfed.engines import ClientRecord, Execution, Population, SequentialEngine
+from perfed.engines import ClientRecord, Execution, Outcome, Population, SequentialEngine
+from perfed.engines.base import Method
 from perfed.engines.execution import fitting_threads
 from perfed.flower.protocol import (
     EVALUATE,
@@ -53,7 +55,7 @@ from perfed.flower.protocol import (
 )
 from perfed.flower.settings import SiteOptions, read_site
 from perfed.models import Models, parameter_count
-from perfed.runs.coordinator import check_finite
+from perfed.runs.coordinator import check_finite, diverged
 from perfed.runs.result import headline
 
 PARTS = ("train", "validation", "test")
@@ -74,6 +76,7 @@ class Plan:
     training: Training
     algorithm: Algorithm
     metrics: tuple[str, ...] = ()
+    wire: tuple[Stage, ...] = ()
 
     def to_mapping(self) -> dict[str, Any]:
         return {name: plain(value) for name, value in vars(self).items()}
@@ -85,7 +88,8 @@ class Plan:
         metrics = tuple(values.get("metrics", ()))
         for path in metrics:
             known_metric(path)
-        made = {"training": training, "algorithm": algorithm, "metrics": metrics}
+        wire = tuple(map(stages.build, values["wire"]))
+        made = {"training": training, "algorithm": algorithm, "metrics": metrics, "wire": wire}
         return cls(**{**values, **made})
 
 
@@ -238,37 +242,30 @@ class Site:
     def _train(
         self, task: Envelope, plan: Plan, population: Population, before: Checkpoint
     ) -> Checkpoint:
-        header, client, algorithm = task.header, self.options.client, plan.algorithm
+        header, client = task.header, self.options.client
         first = header.kind == FIRST
+        method: Method = "first_message" if first else "client_round"
         with cpu_threads(fitting_threads(population)):
-            replies, records = SequentialEngine().run(
-                population,
-                (lambda one, message: algorithm.first_message(one))
-                if first
-                else algorithm.client_round,
-                {client: task.message},
-                header.round,
-            )
+            call = population.call(method, {client: task.message}, header.round)
+            outcome: Outcome = population.engine.perform([call])[0][client]
             alone = before.alone
             if self.options.alone and not first:
                 alone = self._train_alone(plan, alone, header.round)
-        if client not in replies:
+        if outcome.reply is None:
             raise Refused(
-                f"'{algorithm.registered_name}' has nothing to say before its first round"
+                f"'{plan.algorithm.registered_name}' has nothing to say before its first round"
             )
-        record = before.record if first else records.get(client, before.record)
-        made = [*replies[client].arrays.items()]
-        made += [*record.weights.params.items()] if record else []
-        check_finite(header.round, {"this client": made})
-        return Checkpoint(header.round, record, alone, replies[client])
+        if outcome.fault is not None:
+            raise diverged(header.round, outcome.fault, "this client")
+        record = before.record if first else population.pending.get(client, before.record)
+        return Checkpoint(header.round, record, alone, outcome.reply)
 
     def _train_alone(self, plan: Plan, record: ClientRecord | None, round: int) -> ClientRecord:
         """The same steps on the same mini-batches, without the federation."""
         population = self._population(plan, Local(), record)
         client = self.options.client
-        task = Local().client_round
-        _, records = SequentialEngine().run(population, task, {client: Message()}, round)
-        return records[client]
+        population.engine.perform([population.call("client_round", {client: Message()}, round)])
+        return population.pending[client]
 
     def _save(self, task: Envelope, plan: Plan, population: Population, after: Checkpoint) -> None:
         model: Mapping[str, Tensor] = {}
@@ -407,6 +404,8 @@ class Site:
             plan.rounds,
             plan.seed,
             self.device,
+            link=Link(plan.wire if algorithm is plan.algorithm else (), plan.seed),
+            trusts_server=False,
         )
         population.engine = SequentialEngine()
         if record is not None:

@@ -99,7 +99,7 @@ def round_cost(
     counted: Callable[[str], bool] = lambda name: True,
 ) -> int:
     """Parameters that cross in one round: the first in which the server has something to say."""
-    infos = [ClientInfo(number, ARCHITECTURE) for number in range(clients)]
+    infos = [ClientInfo(number, ARCHITECTURE, samples=1) for number in range(clients)]
     # It has what the methods of the table use.
     dry = {info.id: cast(Client, DryClient(info.id, weights)) for info in infos}
     server = _server(weights)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
@@ -15,6 +16,7 @@ from perfed.config import Comparison, Experiment
 from perfed.core import tensorfile
 from perfed.core.algorithm import Algorithm, ClientInfo, Judged, Server
 from perfed.core.channel import Channel
+from perfed.core.declaration import Known
 from perfed.core.errors import ConfigError, RunError
 from perfed.core.message import Message
 from perfed.core.metrics import check_range
@@ -40,6 +42,7 @@ from perfed.runs.directory import RunDirectory, claimed_path, environment
 from perfed.runs.result import Result
 from perfed.runs.stopping import Stop
 
+log = logging.getLogger("perfed")
 AUTOMATIC = Execution()
 MODELS_AT_ONCE = 64  # are in memory while the final ones are written
 
@@ -130,6 +133,7 @@ class Simulation(Coordinator):
             experiment.seed,
             self.device,
             ClientStore(self.device, how.store_bytes()),
+            self._link,
         )
         self.engine = engine or how.build_engine(largest_model(self.population))
         self.population.engine = self.engine
@@ -188,21 +192,28 @@ class Simulation(Coordinator):
         nothing = {client: Message() for client in clients}
         (outcomes,) = yield [self.population.call("first_message", nothing, -1)]
         _check_outcomes(-1, outcomes)
-        self._merge(-1, channel.up(_replies(outcomes)))
+        self._begin_round()
+        admitted = self._admitted(-1, _replies(outcomes), channel)
+        if self._refused and not admitted:
+            client, reason = next(iter(self._refused.items()))
+            raise RunError(f"no first message is admitted; client {client}: {reason}")
+        self._merge(-1, admitted)
         traffic = vars(channel.total).copy()
         return {"round": -1, "clients": clients, "traffic": traffic, "traffic_total": traffic}
 
     def _round(self, round: int, channel: Channel) -> Steps[tuple[list[int], dict[str, int]]]:
         before = dataclasses.replace(channel.total)
         clients = self._everyone() if self.algorithm.trains_everyone() else self._select(round)
+        self._begin_round()
         with self._timed("broadcast"):
-            messages = dict(channel.down(self._broadcast(round, clients)))
+            messages = self._broadcast(round, clients, channel)
         with self._timed("clients"):
             outcomes: Mapping[int, Outcome]
             (outcomes,) = yield [self.population.call("client_round", messages, round)]
         _check_outcomes(round, outcomes)
         with self._timed("merge"):
-            self._merge(round, channel.up(_replies(outcomes)))
+            self._merge(round, self._admitted(round, _replies(outcomes), channel))
+        self._warn_of_refusals(round)
         check_finite(round, {"the server": [*flatten(self.progress.state).items()]})
         self.engine.commit(self.population)
         self.changed.update(client for client, outcome in outcomes.items() if outcome.changed)
@@ -264,6 +275,12 @@ class Simulation(Coordinator):
             },
         )
 
+    def _warn_of_refusals(self, round: int) -> None:
+        """Nobody is hostile here: an algorithm, or its declaration, is not as its author thinks."""
+        for client, reason in list(self._refused.items())[:1]:
+            count = len(self._refused)
+            log.warning("round %d: refused %d; client %d: %s", round, count, client, reason)
+
     def _facts(self, clients: list[int]) -> dict[str, Any]:
         """Small things that clients keep (their cluster, say), in the order of ``clients``."""
         facts = [self._outcomes[client].facts for client in clients]
@@ -307,7 +324,11 @@ class Simulation(Coordinator):
         )
 
     def _info(self, client: int) -> ClientInfo:
-        return ClientInfo(client, self.population.architectures[client])
+        architecture = self.population.architectures[client]
+        return ClientInfo(client, architecture, self.population.train_size(client))
+
+    def _known(self, client: int) -> Known:
+        return self.population.known(client, self._broadcasts.get(client))
 
     def _select(self, round: int) -> list[int]:
         return select_clients(

@@ -196,6 +196,7 @@ class RayEngine:
                 population.training,
                 population.rounds,
                 population.seed,
+                population.link,
                 -(-hosted.clients_a_round // self._count),
                 None if store.limit is None else store.limit // self._count,
                 own_metrics(),
