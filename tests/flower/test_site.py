@@ -29,6 +29,7 @@ PLAN = Plan(
     "trial",
     0,
     3,
+    9,
     10,
     "common",
     Training(steps=2, batch_size=8, public_batch_size=8, learning_rate=0.1),

@@ -28,6 +28,8 @@ from perfed.core.tree import Tree, Weights
 @algorithms.register("fedavg")
 @dataclass(frozen=True)
 class FedAvg(Algorithm):
+    evaluated_with_server = True
+
     def messages(self) -> Messages:
         model = {"model": Model()}
         return Messages(up={**model, "samples": SAMPLES}, down=model, evaluation=model)

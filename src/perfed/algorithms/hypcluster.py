@@ -36,6 +36,8 @@ from perfed.core.tree import Tree, Weights, combine
 class HypCluster(Algorithm):
     clusters: int = option(3, "how many global models", symbol="c", ge=1)
 
+    evaluated_with_server = True
+
     def messages(self) -> Messages:
         models = {"models": Numbered(Model(), self.clusters)}
         cluster = Array((), Whole(0, self.clusters - 1))

@@ -41,7 +41,7 @@ class PerFedCKT(Algorithm):
     clusters: int = option(3, "how many centroids the server forms and sends", symbol="c", ge=1)
     weight: float = option(2.0, "weight of agreement with the nearest centroid", symbol="λ", ge=0)
 
-    needs_public_set = trains_on_public_set = True
+    needs_public_set = trains_on_public_set = has_opening = True
 
     # What crosses.
     def messages(self) -> Messages:

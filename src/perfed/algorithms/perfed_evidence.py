@@ -96,7 +96,7 @@ class PerFedEvidence(Algorithm):
         ge=0,
     )
 
-    needs_public_set = trains_on_public_set = True
+    needs_public_set = trains_on_public_set = has_opening = True
 
     def messages(self) -> Messages:
         gains = Array((len(SHARPNESS), len(SHARES)), Reals(-LARGEST_GAIN, LARGEST_GAIN))

@@ -212,6 +212,10 @@ class Server:
         return numpy_stream(self.seed, f"server/{purpose}", round=self.round)
 
 
+DECLARED = {"first_message": "has_opening", "evaluation_message": "evaluated_with_server"}
+"""Hooks that some methods have, and what these must say of themselves."""
+
+
 class Algorithm(Component):
     """Base class of all algorithms. See the module's docstring for the contract."""
 
@@ -219,12 +223,22 @@ class Algorithm(Component):
     needs_public_set: ClassVar[bool] = False
     trains_on_public_set: ClassVar[bool] = False
     """Whether clients' objectives get public mini-batches."""
+    has_opening: ClassVar[bool] = False
+    """Whether clients send :meth:`first_message` before the first round."""
+    evaluated_with_server: ClassVar[bool] = False
+    """Whether evaluating a client's models takes :meth:`evaluation_message` from the server."""
     needs_features: ClassVar[bool] = False
     """Whether it looks at features or heads of networks."""
     shares_features: ClassVar[bool] = False
     """Whether features or heads of different clients meet: all networks then need one width."""
     needs_plain_sgd: ClassVar[bool] = False
     """Whether its arithmetic holds for plain SGD only: no momentum, no weight decay, no Adam."""
+
+    def __init_subclass__(cls) -> None:
+        """A hook that is written but not declared would never be called."""
+        for hook, declared in DECLARED.items():
+            if hook in vars(cls) and not getattr(cls, declared):
+                raise TypeError(f"{cls.__name__} has {hook}: declare {declared} = True in it")
 
     def trains_everyone(self) -> bool:
         """Whether every client trains in every round, whatever the participation."""
@@ -248,7 +262,7 @@ class Algorithm(Component):
         return {}
 
     def first_message(self, client: Client) -> Message | None:
-        """What a client of the initial set S(−1) sends; None where a method has no such set."""
+        """What a client of the initial set S(−1) sends, where ``has_opening`` says so."""
         return None
 
     def broadcast(self, server: Server, state: Tree, client: ClientInfo) -> Message:
@@ -266,7 +280,8 @@ class Algorithm(Component):
         return {}
 
     def evaluation_message(self, server: Server, state: Tree, client: ClientInfo) -> Message:
-        """What a client must know from the server to have its models judged ."""
+        """What a client must know from the server to have its models evaluated, where
+        ``evaluated_with_server`` says so. It is counted apart from training's messages."""
         return Message()
 
     def models(self, client: Client, message: Message) -> dict[str, Judged]:

@@ -43,6 +43,7 @@ from perfed.data import ClientSplit, Federation
 from perfed.engines import ClientRecord, Execution, Outcome, Population, SequentialEngine
 from perfed.engines.base import Method
 from perfed.engines.execution import fitting_threads
+from perfed.flower.numbers import Numbers
 from perfed.flower.protocol import (
     EVALUATE,
     FIRST,
@@ -58,9 +59,8 @@ from perfed.models import Models, parameter_count
 from perfed.runs.coordinator import check_finite, diverged
 from perfed.runs.result import headline
 
-PARTS = ("train", "validation", "test")
+SPLIT_PARTS = ("train", "validation", "test")
 BEFORE_ALL = -2  # the last round of a site that has done none; the opening is −1
-Numbers = dict[str, dict[str, float]]  # by model kind and name: personal → test_accuracy → 0.9
 
 
 @dataclass(frozen=True)
@@ -188,10 +188,11 @@ class Site:
             "client": options.client,
             "site": self._identity(),
             "architecture": population.architectures[options.client],
-            "sizes": {part: len(getattr(self.split, part)) for part in PARTS},
+            "sizes": {part: len(getattr(self.split, part)) for part in SPLIT_PARTS},
+            "features": population.width(population.architectures[options.client]),
             "round": checkpoint.round,
         }
-        if judged_alone(plan.algorithm):
+        if not plan.algorithm.evaluated_with_server:
             round = max(checkpoint.round, 0)
             facts["numbers"] = self._judge(population, round, Message())[0]
         self.say(f"asks to join {task.header.run} as client {options.client}")
@@ -269,7 +270,7 @@ class Site:
 
     def _save(self, task: Envelope, plan: Plan, population: Population, after: Checkpoint) -> None:
         model: Mapping[str, Tensor] = {}
-        judge = judged_alone(plan.algorithm) and task.header.kind != FIRST
+        judge = not plan.algorithm.evaluated_with_server and task.header.kind != FIRST
         if judge:
             if after.record is not None:
                 population.commit({self.options.client: after.record})
@@ -437,8 +438,3 @@ class Site:
             reason = f"cannot write in {self.state}: {error.strerror}"
             raise ConfigError(reason, "state") from None
         return path
-
-
-def judged_alone(algorithm: Algorithm) -> bool:
-    """Whether a client needs nothing from the server to have its models judged."""
-    return type(algorithm).evaluation_message is Algorithm.evaluation_message

@@ -14,7 +14,7 @@ import torch
 
 from perfed.config import Comparison, Experiment
 from perfed.core import tensorfile
-from perfed.core.algorithm import Algorithm, ClientInfo, Judged, Server
+from perfed.core.algorithm import ClientInfo, Judged, Server
 from perfed.core.channel import Channel
 from perfed.core.declaration import Known
 from perfed.core.errors import ConfigError, RunError
@@ -186,7 +186,7 @@ class Simulation(Coordinator):
 
     def _opening(self, channel: Channel) -> Steps[dict[str, Any] | None]:
         self.progress.state = self.algorithm.start(self._server(-1))
-        if type(self.algorithm).first_message is Algorithm.first_message:
+        if not self.algorithm.has_opening:
             return None
         clients = self._select(-1)
         nothing = {client: Message() for client in clients}
