@@ -186,7 +186,7 @@ class Population:
             sizes,
             self.train_size(client),
             lambda network: self.initial_weights(network or self.architectures[client]),
-            received=received or Message(),
+            received=Message() if received is None else received,
         )
 
     def _judge(self, client: EngineClient, message: Message) -> dict[str, dict[str, Tensor]]:
