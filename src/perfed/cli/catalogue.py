@@ -20,7 +20,8 @@ from perfed.explain import about, described, shown_default
 
 def list_(
     kind: Annotated[
-        str | None, typer.Argument(help="algorithms, models, datasets, partitions or presets")
+        str | None,
+        typer.Argument(help="algorithms, models, datasets, partitions, stages or presets"),
     ] = None,
     with_: Annotated[
         list[str] | None,
@@ -37,6 +38,7 @@ def list_(
         "models": perfed.architectures,
         "datasets": perfed.datasets,
         "partitions": perfed.partitions,
+        "stages": perfed.stages,
     }
     known = [*registries, "presets"]
     if kind is not None and kind not in known:
@@ -49,7 +51,7 @@ def list_(
     for title in [kind] if kind else known:
         if title == "presets":
             _print_presets(console)
-        else:
+        elif shown[title] or kind:
             _print_components(console, title, shown[title])
 
 
@@ -62,7 +64,7 @@ def _own(paths: Iterable[str]) -> Iterable[tuple[str, type[Component]]]:
             raise ConfigError(error.message, "--with") from None
         components = {name: cls for name, cls in found.items() if _is_component(cls)}
         if not components:
-            what = "algorithm, dataset, partition or architecture"
+            what = "algorithm, dataset, partition, architecture or stage"
             raise ConfigError(f"'{path}' defines no {what}", "--with")
         yield from components.items()
 

@@ -342,15 +342,16 @@ def refusals(
     """Which of the clients' messages do not fit the declaration, each measured alone, and why."""
     refused: dict[int, str] = {}
     judged: list[tuple[int, str, Leaf, Tensor]] = []
+    facts = {client: known(client) for client in messages}
     for client, message in messages.items():
         try:
-            judged += _fitting(client, message, declared, known(client))
+            judged += _fitting(client, message, declared, facts[client])
         except Refused as error:
             refused[client] = str(error)
     refused |= _not_finite({c: m for c, m in messages.items() if c not in refused})
     judged = [one for one in judged if one[0] not in refused]
-    for client, path, leaf, values in _out_of_range(judged, known):
-        reason = leaf.range.fault(values, known(client))
+    for client, path, leaf, values in _out_of_range(judged, facts):
+        reason = leaf.range.fault(values, facts[client])
         refused.setdefault(client, f"{unquote(path)}: {reason}")
     return refused
 
@@ -428,7 +429,7 @@ def _fitting(
     return [
         (client, path, leaf, message.arrays[path])
         for path, leaf in leaves.items()
-        if not isinstance(leaf.range, Free) and leaf.range != REALS  # of which all is known then
+        if leaf.range is not REALS and leaf.range is not FREE  # of which all is known then
     ]
 
 
@@ -491,14 +492,14 @@ def _all_finite(tensors: list[Tensor]) -> bool:
 
 
 def _out_of_range(
-    judged: list[tuple[int, str, Leaf, Tensor]], known: Callable[[int], Known]
+    judged: list[tuple[int, str, Leaf, Tensor]], known: Mapping[int, Known]
 ) -> Iterator[tuple[int, str, Leaf, Tensor]]:
     """Those whose numbers are not in their range; a device is waited for once."""
     by_device: dict[torch.device, list[tuple[int, str, Leaf, Tensor]]] = {}
     for one in judged:
         by_device.setdefault(one[3].device, []).append(one)
     for group in by_device.values():
-        verdicts = torch.stack([leaf.range.holds(t, known(client)) for client, _, leaf, t in group])
+        verdicts = torch.stack([leaf.range.holds(t, known[client]) for client, _, leaf, t in group])
         if not bool(verdicts.all()):
             yield from (
                 one for one, holds in zip(group, verdicts.tolist(), strict=True) if not holds

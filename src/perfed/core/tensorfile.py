@@ -7,6 +7,7 @@ the tests check both directions against that package.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -56,8 +57,15 @@ def encoded_size(tensors: Mapping[str, Tensor]) -> int:
     """Bytes of the encoding, without making it; no tensors are no message."""
     if not tensors:
         return 0
-    payload = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    return 8 + len(_header(tensors, {})) + payload
+    return _encoded_size(tuple((name, t.dtype, t.shape) for name, t in tensors.items()))
+
+
+@functools.lru_cache(maxsize=256)  # a broadcast is of one size for thousands of clients
+def _encoded_size(content: tuple[tuple[str, torch.dtype, torch.Size], ...]) -> int:
+    tensors = {
+        name: torch.empty(shape, dtype=dtype, device="meta") for name, dtype, shape in content
+    }
+    return 8 + len(_header(tensors, {})) + sum(tensor.nbytes for tensor in tensors.values())
 
 
 def encode(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> bytes:

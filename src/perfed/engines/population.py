@@ -250,7 +250,7 @@ class Population:
             self.train_size(client),
             lambda network: self.initial_weights(network or own),
             lambda network: self.head(network or own),
-            received or Message(),
+            Message() if received is None else received,
         )
 
     def _judge(self, client: EngineClient, message: Message) -> dict[str, Tensor]:
