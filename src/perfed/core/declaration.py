@@ -317,6 +317,20 @@ class Numbered(Entry):
         return leaves
 
 
+@dataclass(frozen=True)
+class Maybe(Entry):
+    """What a message may lack: before the first merge a server may have nothing to send."""
+
+    entry: Entry
+
+    def words(self) -> str:
+        return f"{self.entry.words()}, or nothing"
+
+    def leaves(self, path: str, message: Message, known: Known) -> dict[str, Leaf]:
+        there = any(name == path or name.startswith(f"{path}/") for name in message.arrays)
+        return self.entry.leaves(path, message, known) if there else {}
+
+
 SAMPLES = Array((), SampleCount())
 
 
@@ -366,7 +380,7 @@ def nearest(message: Message, declared: Entries | None) -> Message:
     """With floating arrays brought into the range that is declared for them."""
     arrays = dict(message.arrays)
     for name, entry in (declared or {}).items():
-        while isinstance(entry, Numbered):
+        while isinstance(entry, Numbered | Maybe):
             entry = entry.entry
         for path, values in arrays.items():
             inside = path == escaped(name) or path.startswith(f"{escaped(name)}/")
@@ -380,7 +394,7 @@ def networks(declared: Entries | None) -> set[str]:
     """Of which networks the shapes must be known; the client's own is called ``""``."""
     found = set()
     for entry in (declared or {}).values():
-        while isinstance(entry, Numbered):
+        while isinstance(entry, Numbered | Maybe):
             entry = entry.entry
         if isinstance(entry, Model | PerParameter):
             found.add(entry.network)

@@ -123,15 +123,15 @@ class Mixture:
 class NearestPrototype:
     """The class whose prototype is nearest to a sample's features; logits are −‖f − prototype‖².
 
-    A class that ``known`` leaves out has no prototype. It is never chosen: its logit is a little
+    A class with a count of zero has no prototype. It is never chosen: its logit is a little
     below that of the farthest prototype, so that the loss stays a number.
     """
 
     weights: Weights
     prototypes: Tensor
     """N×F."""
-    known: Tensor
-    """Which of the N classes have one."""
+    counts: Tensor
+    """Of how many samples each is the mean: of none where there is no prototype."""
     marker: ClassVar[str] = ":prototypes"
     BELOW: ClassVar[float] = 10.0
 
@@ -139,18 +139,18 @@ class NearestPrototype:
         features = outputs(self.weights, "features")
         logits = -(features[:, None] - self.prototypes).square().sum(2)
         lowest = logits.min(1, keepdim=True).values - self.BELOW
-        return torch.where(self.known > 0, logits, lowest)
+        return torch.where(self.counts > 0, logits, lowest)
 
     def tensors(self) -> dict[str, Tensor]:
-        return self.weights.tensors() | {self.marker: self.prototypes, ":known": self.known}
+        return self.weights.tensors() | {self.marker: self.prototypes, ":counts": self.counts}
 
     def networks(self) -> list[tuple[Weights, str]]:
         return self.weights.networks()
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor]) -> NearestPrototype:
-        prototypes, known = tensors.pop(cls.marker), tensors.pop(":known")
-        return cls(Weights(tensors, {}), prototypes, known)
+        prototypes, counts = tensors.pop(cls.marker), tensors.pop(":counts")
+        return cls(Weights(tensors, {}), prototypes, counts)
 
 
 @dataclass(frozen=True)
