@@ -53,6 +53,15 @@ def test_every_key_of_an_experiment_is_explained(key: str) -> None:
     assert "; default: " in values
 
 
+def test_an_algorithm_says_what_crosses() -> None:
+    lines = [line.strip() for line in explain("perfed-ckt")]
+    assert "client → server: soft_decisions, |P|×N probabilities" in lines
+    assert "server → client: centroids, at most 3×|P|×N probabilities" in lines
+    assert "client → server: nothing" in [line.strip() for line in explain("local")]
+    assert explain("tests/plugins/eight_bit.py:EightBit")[0].endswith("(stage)")
+    assert any("import path" in line for line in explain("wire"))
+
+
 def test_nothing_is_left_out_and_nothing_is_there_twice() -> None:
     titles = [entry.title() for entry in entries()]
     assert len(set(titles)) == len(titles)
@@ -92,6 +101,7 @@ def test_a_users_own_by_import_path() -> None:
         "  Mine, and nobody else's.",
         "  often: how often",
         "    a whole number, at least 1; default: 2",
+        "  messages: nothing is declared; any finite numbers are admitted",
     ]
     with pytest.raises(ConfigError, match="has no options"):
         explain(f"{__name__}:REGISTRIES")

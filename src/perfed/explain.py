@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import sys
 import types
 import typing
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from difflib import get_close_matches
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -84,7 +83,8 @@ def component_lines(cls: type[Component], name: str) -> list[str]:
             f"  {entry.key}: {entry.meaning}",
             f"    {entry.values}; default: {entry.default}",
         ]
-    if issubclass(cls, Algorithm) and not inspect.isabstract(cls):
+    required = [field for field in dataclasses.fields(cls) if field.default is MISSING]
+    if issubclass(cls, Algorithm) and not required:  # shapes may depend on options
         lines += [f"  {line}" for line in message_lines(cls().messages())]
     return lines
 
@@ -117,7 +117,7 @@ def shown_default(field: dataclasses.Field[Any]) -> str:
         return ", ".join(map(str, value)) or "none"
     if isinstance(value, Options):
         return "as below"
-    if value in ("", None) or value is dataclasses.MISSING:
+    if value in ("", None) or value is MISSING:
         return "none"
     if isinstance(value, bool):
         return "true" if value else "false"
@@ -232,8 +232,9 @@ def _hint(key: str, known: list[Entry]) -> str:
     keys = list(dict.fromkeys(entry.key for entry in known))
     last = key.rpartition(".")[2]
     close = [name for name in keys if name.rpartition(".")[2] == last]
-    close = close or get_close_matches(key, keys, n=1, cutoff=0.6)
     if not close:
-        ends = {name.rpartition(".")[2]: name for name in reversed(keys)}
-        close = [ends[end] for end in get_close_matches(last, ends, n=1, cutoff=0.6)]
+        names = {name.rpartition(".")[2]: name for name in reversed(keys)}
+        names |= {name: name for name in keys}
+        found = [*get_close_matches(key, names, n=1), *get_close_matches(last, names, n=1)]
+        close = [names[name] for name in found[:1]]
     return f"; did you mean {' or '.join(repr(name) for name in close[:3])}?" if close else ""

@@ -136,7 +136,7 @@ class Link:
                 raise Refused(str(error)) from error
             except Exception as error:  # whatever a stage can stumble over in odd arrays
                 what = f"{type(error).__name__}: {error}".partition("\n")[0]
-                name = stage.registered_name
+                name = stage.registered_name or type(stage).__name__
                 raise Refused(f"stage '{name}' cannot read it: {what[:200]!a}") from error
             state = _with_state(state, at, kept)
         if not all(stage.exact for _, stage in serving):

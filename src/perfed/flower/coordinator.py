@@ -187,10 +187,9 @@ class FederatedRun(Coordinator):
             missing = max(1, self.options.minimum - len(replies))
             patience = self.options.deadline if self._refused else float("inf")
             self._wait_for(missing, without={*replies, *self._refused}, seconds=patience)
+            if len({*self.membership.present()} - {*replies, *self._refused}) < missing:
+                self._refused = {}  # they may have been mended meanwhile
             clients = self._draw(round, wanted - len(replies), {*replies, *self._refused})
-            if len(clients) < missing:  # it may have been mended meanwhile
-                clients = self._draw(round, wanted - len(replies), replies)
-                self._refused = {}
             tasks = [Task(c, kind, round, message) for c, message in messages(clients).items()]
             answers = zip(tasks, (yield tasks), strict=True)
             answered = {task.client: answer for task, answer in answers if answer is not None}
@@ -227,6 +226,8 @@ class FederatedRun(Coordinator):
     def _draw(self, round: int, count: int, without: Iterable[int]) -> list[int]:
         """As in a simulation, of those that are there."""
         there = [client for client in self.membership.present() if client not in without]
+        if not there:
+            return []
         sizes = np.array([self.membership.members[client].sizes["train"] for client in there])
         drawn = select_clients(
             sizes,
