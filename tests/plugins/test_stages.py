@@ -4,7 +4,6 @@ a resume, and at sites."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -114,15 +113,6 @@ def test_noise_has_its_moments_and_a_norm_its_limit() -> None:
 def test_stacked_is_as_sequential(wire: str, name: str) -> None:
     changes = {"algorithm": spec(name), "models": MIXED, "wire": WIRES[wire]}
     assert_same(played(STACKED, **changes), played(SEQUENTIAL, **changes), 1e-8)
-
-
-@pytest.fixture(scope="module")
-def workers() -> Iterator[Execution]:
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'perfed[ray]'")
-    from perfed.engines.ray import session
-
-    with session():
-        yield Execution(engine="ray", device="cpu", workers=2)
 
 
 @pytest.mark.usefixtures("float64")
