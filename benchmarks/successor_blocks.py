@@ -10,9 +10,9 @@ from typing import Any
 from committed import ROOT, machine, result
 from successor import CAUTION, MIDDLE
 
-from perfed.report import layout
-from perfed.report.layout import Table
-from perfed.report.tables import HARM, SMALL, quantity, spread
+from perfed.core import layout
+from perfed.core.layout import Table
+from perfed.runs.tables import HARM, SMALL, quantity, spread
 
 FEW = 10  # clients; of fewer no mean is shown
 CAUTIOUS = f"caution {CAUTION:g}"

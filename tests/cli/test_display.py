@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from perfed.cli.display import print_tables
-from perfed.report.layout import Table
-from perfed.report.tables import FOOTNOTE, HEADER
+from perfed.core.layout import Table
+from perfed.runs.tables import FOOTNOTE, HEADER
 
 Shown = Callable[[int], list[str]]
 NUMBERS = ["31.0 ± 2.0", "31.5 ± 2.1", "33.6 ± 10.7", "17.4 ± 2.4", "144 k", "1.44 MB"]

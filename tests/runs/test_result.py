@@ -11,8 +11,8 @@ import torch
 
 import perfed
 from perfed.core.errors import ConfigError, RunError
-from perfed.report.tables import quantity, spread
 from perfed.runs.comparison import run_name
+from perfed.runs.tables import quantity, spread
 from tests.conftest import TINY, tiny
 
 

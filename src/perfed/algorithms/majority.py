@@ -14,6 +14,8 @@ from perfed.core.message import Message
 @algorithms.register("majority")
 @dataclass(frozen=True)
 class Majority(Algorithm):
+    learns_from_others = False
+
     def client_round(self, client: Client, message: Message) -> Message:
         return Message()
 

@@ -13,7 +13,7 @@ from perfed.cli import completion
 from perfed.core.errors import ConfigError, DataError, did_you_mean
 from perfed.data import cache
 from perfed.data.cifar import IMAGE_SETS
-from perfed.report.tables import quantity
+from perfed.runs.tables import quantity
 
 app = typer.Typer(help="Fetch sets of images, and see which are there.", no_args_is_help=True)
 

@@ -31,14 +31,14 @@ from perfed.cli.options import (
     parse_seeds,
 )
 from perfed.config import load_yaml, overridden
+from perfed.core import layout
 from perfed.core.errors import ConfigError
+from perfed.core.layout import Table
 from perfed.engines import Execution
 from perfed.paper import tables as published_tables
 from perfed.paper.published import GRID
 from perfed.paper.reproduce import SINGLE, STUDIES
 from perfed.paper.reproduce import write as write_files
-from perfed.report import layout
-from perfed.report.layout import Table
 from perfed.runs import tune as tuning
 from perfed.runs.study import Shard, Study
 from perfed.runs.tune import SEED

@@ -215,6 +215,10 @@ class Algorithm(Component):
     needs_public_set: ClassVar[bool] = False
     trains_on_public_set: ClassVar[bool] = False
     """Whether clients' objectives get public mini-batches."""
+    learns_from_others: ClassVar[bool] = True
+    """Whether anything a client gets from the server changes what it learns."""
+    reference: ClassVar[bool] = False
+    """Whether reports measure the gains of the other methods against this one: local training."""
 
     def trains_everyone(self) -> bool:
         """Whether every client trains in every round, whatever the participation."""
@@ -256,6 +260,11 @@ class Algorithm(Component):
 
 algorithms: Registry[Algorithm] = Registry("algorithm")
 Algorithm.registry = algorithms
+
+
+def reference_algorithm() -> Algorithm:
+    """The method that a gain is measured against: local training."""
+    return next(algorithms[name] for name in algorithms if algorithms[name].reference)()
 
 
 def supervised(model: Network, private: Private, public: Public | None, *inputs: Any) -> Tensor:

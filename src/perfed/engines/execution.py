@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from perfed.core.errors import ConfigError
+from perfed.core.notices import say_once
 from perfed.core.schema import Options, option
 from perfed.engines.base import Engine
 from perfed.engines.population import Population
 from perfed.engines.precision import PRECISIONS
 from perfed.engines.sequential import SequentialEngine
-from perfed.engines.stacked import StackedEngine
 from perfed.models import parameter_count
+
+if TYPE_CHECKING:
+    from perfed.engines.stacked import StackedEngine
 
 SMALL_MODEL = 1_000_000  # parameters
 
@@ -26,8 +29,9 @@ class Execution(Options):
 
     engine: Literal["auto", "sequential", "stacked", "ray"] = option(
         "auto",
-        "one client after another, all clients of one architecture as one, or so on each of "
-        "several workers",
+        "sequential: one client after another; stacked: all clients of one architecture at once; "
+        "ray: like stacked, spread over several processes or machines; auto: the faster of the "
+        "first two",
     )
     workers: int = option(0, "with engine ray; 0: one for each GPU, or else for each core", ge=0)
     device: str = option("auto", "cpu, cuda, cuda:1, …; a GPU where there is one")
@@ -77,10 +81,11 @@ class Execution(Options):
             # On a CPU, large layers fill the cores by themselves.
             fits = device.type == "cuda" or largest_model < SMALL_MODEL
             name = "stacked" if fits else "sequential"
-        if name == "sequential":
+        stacked = stacked_engine() if name == "stacked" else None
+        if stacked is None:
             return SequentialEngine(precision)
         threads = torch.get_num_threads() if largest_model < SMALL_MODEL else 1
-        return StackedEngine(precision, record=device.type == "cuda", threads=threads)
+        return stacked(precision, record=device.type == "cuda", threads=threads)
 
     def several_runs(self) -> AbstractContextManager[Any]:
         """Around runs one after another: the workers of the first serve the others too."""
@@ -89,6 +94,19 @@ class Execution(Options):
         from perfed.engines.ray import session
 
         return session()
+
+
+def stacked_engine() -> type[StackedEngine] | None:
+    """The class, imported when it is needed; None where torch lacks the private parts it uses."""
+    try:
+        from perfed.engines.stacked import StackedEngine
+    except ImportError as error:
+        say_once(
+            f"engine stacked does not work with torch {torch.__version__} ({error}): "
+            "clients train one after another, engine sequential"
+        )
+        return None
+    return StackedEngine
 
 
 def fitting_threads(population: Population) -> int:

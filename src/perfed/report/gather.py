@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from perfed.core.algorithm import Algorithm
 from perfed.core.errors import RunError
 from perfed.core.metrics import MODEL_NAMES
 from perfed.runs.comparison import FILE as COMPARISON_FILE
@@ -163,8 +164,8 @@ class Series:
     """Which colour and style it has, in every chart."""
 
     @property
-    def algorithm(self) -> str:
-        return self.runs[0].result.experiment.algorithm.registered_name
+    def algorithm(self) -> Algorithm:
+        return self.runs[0].result.experiment.algorithm
 
     @property
     def over(self) -> bool:
@@ -339,7 +340,7 @@ def alone(curve: Series, curves: Sequence[Series]) -> Series | None:
         settings = sum(own.setting[key] != value for key, value in run.setting.items())
         return settings, run.result.experiment.algorithm.trains_everyone()
 
-    local = [c for c in curves if c.algorithm == "local"]
+    local = [c for c in curves if c.algorithm.reference]
     alike = [c for c in local if c.runs[0].clients_setting == own.clients_setting]
     return min(alike, key=differences, default=None)
 

@@ -14,13 +14,13 @@ from perfed.config import Comparison, Experiment, parse, read_mapping
 from perfed.core import tensorfile
 from perfed.core.algorithm import Adjusted, ClassPrior, Judged, Mixture, mixed_logits
 from perfed.core.errors import ConfigError, RunError
+from perfed.core.layout import Table
 from perfed.models import architectures, build_module
 from perfed.runs.directory import FEDERATION, RunDirectory
+from perfed.runs.drawing import drawing
 
 if TYPE_CHECKING:
     import pandas as pd
-
-    from perfed.report.layout import Table
 
 
 def headline(by_kind: Mapping[str, Any]) -> Any:
@@ -259,7 +259,7 @@ class Result:
         return self.tables()[0].text()
 
     def tables(self) -> list[Table]:
-        from perfed.report.tables import summary
+        from perfed.runs.tables import summary  # it needs results itself
 
         numbers = self.summary
         table = summary([numbers])
@@ -272,15 +272,11 @@ class Result:
 
     def plot(self, path: str | Path | None = None) -> Path:
         """Accuracy by round and by communication, as a PNG or PDF file."""
-        from perfed.report.figures import plot_comparison
-
-        return plot_comparison([self], Path(path or self.path / "accuracy.png"))
+        return drawing().plot([self], Path(path or self.path / "accuracy.png"))
 
     def report(self, path: str | Path | None = None) -> Path:
         """All there is to see of it, as one HTML file."""
-        from perfed.report.page import draw
-
-        return draw([self.path]).write(Path(path or self.path / "report.html"))
+        return drawing().page([self.path], Path(path or self.path / "report.html"))
 
     def __repr__(self) -> str:
         return f"Result({str(self.path)!r})"
