@@ -6,6 +6,6 @@ from perfed.engines.base import EngineClient
 
 def working_client(population: Population, number: int, round: int) -> EngineClient:
     """One whose requests are answered at once."""
-    client = population._client(number, round)
+    client = population.client(number, round)
     client.ask = SequentialEngine().answer
     return client

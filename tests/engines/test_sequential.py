@@ -108,7 +108,7 @@ def test_a_client_smaller_than_a_batch_trains_on_all_it_has() -> None:
 
 def test_no_steps_ask_for_nothing() -> None:
     """An engine may prepare itself with the first step's samples, and there are none."""
-    client = simulate(algorithm="local").population._client(0, 0)  # nobody would answer it
+    client = simulate(algorithm="local").population.client(0, 0)  # nobody would answer it
     assert client.sgd(client.weights, supervised, steps=0) is client.weights
 
 

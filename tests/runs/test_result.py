@@ -63,7 +63,7 @@ def test_the_chosen_round_is_chosen_on_validation(tmp_path: Path) -> None:
 
 
 def test_traffic_adds_up_over_rounds(result: perfed.Result) -> None:
-    lines = result._directory.lines("rounds.jsonl")
+    lines = result.directory.lines("rounds.jsonl")
     for name in ("up_parameters", "down_parameters", "up_bytes", "down_bytes"):
         total = sum(line["traffic"][name] for line in lines)
         assert total == result.summary["traffic"][name] == lines[-1]["traffic_total"][name]

@@ -109,7 +109,7 @@ class Population:
     ) -> list[Job]:
         jobs = []
         for number, message in messages.items():
-            client = self._client(number, round)
+            client = self.client(number, round)
             jobs.append(Job(client, partial(task, client, message), purpose))
         return jobs
 
@@ -159,7 +159,8 @@ class Population:
     def record(self, client: int) -> ClientRecord:
         return self.records.get(client) or ClientRecord(self._first_weights(client))
 
-    def _client(self, client: int, round: int) -> EngineClient:
+    def client(self, client: int, round: int) -> EngineClient:
+        """One client as an algorithm sees it in a round; an engine must answer its requests."""
         return EngineClient(self, client, round)
 
     def _first_weights(self, client: int) -> Weights:

@@ -134,7 +134,8 @@ class Result:
 
     def __init__(self, directory: str | Path) -> None:
         self.path = Path(directory)
-        self._directory = RunDirectory.open(self.path)
+        self.directory = RunDirectory.open(self.path)
+        """The files behind it: ``result.directory.lines("rounds.jsonl")``."""
         experiment = parse(read_mapping(self.path / "config.yaml"))
         if isinstance(experiment, Comparison):
             raise RunError(
@@ -154,8 +155,8 @@ class Result:
     @property
     def summary(self) -> dict[str, Any]:
         """The final numbers of a finished run, or those so far."""
-        if self._directory.finished:
-            summary: dict[str, Any] = self._directory.read_json("summary.json")
+        if self.directory.finished:
+            summary: dict[str, Any] = self.directory.read_json("summary.json")
             return summary
         return self.summarize()
 
@@ -166,7 +167,7 @@ class Result:
         accuracy (the earliest of equals). ``best_test`` is what the paper reports; it is chosen by
         test data, so it flatters, and is no result.
         """
-        lines = self._directory.lines("rounds.jsonl")
+        lines = self.directory.lines("rounds.jsonl")
         evaluated = [line for line in lines if "evaluation" in line]
         if not evaluated:
             raise RunError(f"{self.path} has no evaluated round yet")
@@ -192,7 +193,7 @@ class Result:
         return {
             "summary": self.summary,
             "config": self.experiment.to_mapping(),
-            "environment": self._directory.read_json("environment.json"),
+            "environment": self.directory.read_json("environment.json"),
             "directory": str(self.path),
         }
 
@@ -201,7 +202,7 @@ class Result:
         import pandas as pd
 
         rows = []
-        for line in self._directory.lines("rounds.jsonl"):
+        for line in self.directory.lines("rounds.jsonl"):
             for kind, numbers in line.get("evaluation", {}).items():
                 flat = {k: v for k, v in numbers.items() if not isinstance(v, dict)}
                 rows.append({"round": line["round"], "model": kind, **flat, **_total(line)})
@@ -211,7 +212,7 @@ class Result:
         """A row per evaluated round, model kind and client, with every metric that was recorded."""
         import pandas as pd
 
-        clients = self._directory.read_json("partition.json")["clients"]
+        clients = self.directory.read_json("partition.json")["clients"]
         rows = [
             {
                 "round": line["round"],
@@ -222,7 +223,7 @@ class Result:
                 "test_size": part_size(client, "test"),
                 **{name: values[number] for name, values in columns.items()},
             }
-            for line in self._directory.lines("clients.jsonl")
+            for line in self.directory.lines("clients.jsonl")
             for kind, columns in line.items()
             if kind != "round"
             for number, client in enumerate(clients)
@@ -234,7 +235,7 @@ class Result:
         """A client's final model, in evaluation mode (personal where there is one)."""
         if not (self.path / "models").is_dir():
             raise RunError(f"{self.path} has no models: {self._where_models_are()}")
-        index = self._directory.read_json("models/index.json")
+        index = self.directory.read_json("models/index.json")
         if not 0 <= client < len(index["clients"]):
             raise RunError(f"no client {client}: they are 0 … {len(index['clients']) - 1}")
         entry = index["clients"][client]
@@ -248,10 +249,10 @@ class Result:
     def _where_models_are(self) -> str:
         if (self.path / FEDERATION).is_file():
             return "they are at their sites"
-        if self._directory.finished:
+        if self.directory.finished:
             return "it was told to keep none"
-        if self._directory.failure:
-            return self._directory.failure
+        if self.directory.failure:
+            return self.directory.failure
         return f"they come at its end: perfed run --resume {self.path}"
 
     def table(self) -> str:
@@ -266,8 +267,8 @@ class Result:
         if numbers["finished"]:
             return [table]
         so_far = f"Not finished: after round {numbers['rounds']} of {self.experiment.rounds}."
-        if self._directory.failure:
-            so_far += f" It diverged: {self._directory.failure}."
+        if self.directory.failure:
+            so_far += f" It diverged: {self.directory.failure}."
         return [dataclasses.replace(table, note=f"{table.note}\n{so_far}")]
 
     def plot(self, path: str | Path | None = None) -> Path:
