@@ -130,7 +130,7 @@ def test_the_table_has_mean_and_spread_over_seeds(tmp_path: Path) -> None:
     ]
     row = next(line for line in done.table().splitlines() if line.startswith("fedavg"))
     mean, deviation = 100 * np.mean(accuracies), 100 * np.std(accuracies, ddof=1)
-    assert f"GM  {mean:.1f} ± {deviation:.1f}" in " ".join(row.split()).replace("GM ", "GM  ")
+    assert f"global {mean:.1f} ± {deviation:.1f}" in " ".join(row.split())
     assert done.plot().stat().st_size > 10_000
     assert {p.name for p in done.path.iterdir() if p.is_dir()} == {
         run_name(experiment) for experiment in comparison.experiments()

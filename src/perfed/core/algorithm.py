@@ -254,7 +254,7 @@ class Algorithm(Component):
         return Message()
 
     def models(self, client: Client, message: Message) -> dict[str, Judged]:
-        """The models to judge: ``personal`` (LM) and/or ``global`` (GM)."""
+        """The models to evaluate: ``personal``, ``global`` or both (LM and GM in the paper)."""
         return {"personal": client.weights}
 
 

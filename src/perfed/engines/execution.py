@@ -33,16 +33,20 @@ class Execution(Options):
         "ray: like stacked, spread over several processes or machines; auto: the faster of the "
         "first two",
     )
-    workers: int = option(0, "with engine ray; 0: one for each GPU, or else for each core", ge=0)
-    device: str = option("auto", "cpu, cuda, cuda:1, …; a GPU where there is one")
+    workers: int = option(
+        0, "number of Ray workers; 0: one per GPU, or one per core where there is no GPU", ge=0
+    )
+    device: str = option("auto", "cpu, cuda, cuda:1, …; auto: a GPU if there is one")
     precision: Literal["auto", "float32", "tf32", "bf16"] = option(
-        "auto", "in which numbers networks compute; float32, or what a resumed run began with"
+        "auto", "number format of the networks; auto: float32, or the one a resumed run began with"
     )
     store_limit: float | None = option(
-        None, "MiB of client models kept in memory, the rest waits on disk; none: all of them", ge=0
+        None,
+        "MiB of client models kept in memory, the rest is kept on disk; none: all in memory",
+        ge=0,
     )
-    checkpoint_seconds: float = option(10.0, "a checkpoint at most every so many seconds", ge=0)
-    save_models: bool = option(True, "keep every client's final model in the run directory")
+    checkpoint_seconds: float = option(10.0, "seconds between two checkpoints, at least", ge=0)
+    save_models: bool = option(True, "save every client's final model in the run directory")
 
     def validate(self) -> None:
         if self.workers and self.engine != "ray":

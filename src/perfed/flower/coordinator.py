@@ -26,7 +26,7 @@ from perfed.core.algorithm import Algorithm, ClientInfo, Server
 from perfed.core.channel import Channel
 from perfed.core.errors import ConfigError, PerfedError, RunError
 from perfed.core.message import Message
-from perfed.core.metrics import EVALUATED_ON, MODEL_NAMES, column_metrics, column_name
+from perfed.core.metrics import EVALUATED_ON, MODEL_KINDS, column_metrics, column_name
 from perfed.core.selection import select_clients
 from perfed.core.tree import Weights, flatten
 from perfed.engines import ClientRecord
@@ -643,7 +643,7 @@ def _numbers(facts: Mapping[str, Any]) -> Numbers:
     except (KeyError, TypeError, ValueError, OverflowError):
         raise Refused("its judgement of its models is not one") from None
     possible = all(known[name].possible(one[name]) for one in numbers.values() for name in one)
-    if not numbers or not numbers.keys() <= MODEL_NAMES.keys() or not possible:
+    if not numbers or not numbers.keys() <= set(MODEL_KINDS) or not possible:
         raise Refused("its judgement of its models is not one")
     return numbers
 

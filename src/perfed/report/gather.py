@@ -13,7 +13,6 @@ import numpy as np
 
 from perfed.core.algorithm import Algorithm
 from perfed.core.errors import RunError
-from perfed.core.metrics import MODEL_NAMES
 from perfed.runs.comparison import FILE as COMPARISON_FILE
 from perfed.runs.comparison import read_comparison, run_name
 from perfed.runs.directory import FAILED, LOCK, RunDirectory
@@ -321,7 +320,7 @@ def series(runs: Sequence[Run]) -> list[Series]:
         for kind in run.kinds:
             label = run.label
             if len(run.kinds) > 1:
-                label += f", {MODEL_NAMES.get(kind, kind)}"
+                label += f", {kind}"
             grouped.setdefault((label, kind), []).append(run)
     first = ALONE if len(grouped) == 1 else 0
     return [

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from perfed.core.algorithm import Algorithm
 from perfed.core.layout import Table
-from perfed.core.metrics import MODEL_NAMES
 from perfed.runs.result import Result, headline_kind
 from perfed.runs.study import Gains, client_gains, record_of
 
@@ -59,7 +58,7 @@ def rows(summaries: Sequence[dict[str, Any]]) -> list[Row]:
 def cells(row: Row) -> list[str]:
     return [
         row.algorithm,
-        MODEL_NAMES.get(row.kind, row.kind),
+        row.kind,
         spread(row.values(lambda m: m["last"]["test_accuracy"])),
         spread(row.values(lambda m: m["chosen"]["test_accuracy"])),
         spread(row.values(lambda m: m["best_test"]["test_accuracy"])),
