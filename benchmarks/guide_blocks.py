@@ -12,12 +12,12 @@ from paper_blocks import gain_over_seeds
 
 import perfed
 from perfed.config import preset_names, read_mapping
+from perfed.core import layout
+from perfed.core.layout import Table
 from perfed.core.registry import Registry
 from perfed.core.schema import plain
 from perfed.explain import described
-from perfed.report import layout
-from perfed.report.layout import Table
-from perfed.report.tables import quantity
+from perfed.runs.tables import quantity
 
 PERSONAL = "personal"
 

@@ -7,13 +7,13 @@ from typing import Any
 
 from committed import ROOT, machine, result
 
+from perfed.core import layout
+from perfed.core.layout import Table
 from perfed.paper import tables as paper_tables
 from perfed.paper.reproduce import SINGLE
 from perfed.paper.tables import Finding, Plan
-from perfed.report import layout
-from perfed.report.layout import Table
-from perfed.report.tables import spread
 from perfed.runs import tune
+from perfed.runs.tables import spread
 
 
 def single(name: str) -> str:

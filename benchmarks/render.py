@@ -17,7 +17,7 @@ from screening_blocks import BLOCKS as SCREENING_BLOCKS
 from successor_blocks import BLOCKS as SUCCESSOR_BLOCKS
 
 from perfed.bench import render as render_bench
-from perfed.report.tables import spread, summary
+from perfed.runs.tables import spread, summary
 
 DOCUMENTS = (
     "README.md",

@@ -41,8 +41,8 @@ from perfed.algorithms.perfed_evidence import (
 from perfed.core.schema import from_mapping
 from perfed.core.streams import numpy_stream, stream_key
 from perfed.data import build_federation
-from perfed.report.tables import HARM, SMALL
 from perfed.runs.directory import environment
+from perfed.runs.tables import HARM, SMALL
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "3 groups": PARTITIONS["digits"]["3 groups"],

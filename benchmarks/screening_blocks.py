@@ -6,8 +6,8 @@ from typing import Any
 
 from committed import machine, result
 
-from perfed.report import layout
-from perfed.report.layout import Table
+from perfed.core import layout
+from perfed.core.layout import Table
 
 
 def screening() -> str:

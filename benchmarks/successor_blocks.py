@@ -10,9 +10,9 @@ from typing import Any
 from committed import ROOT, machine, result
 from successor import CAUTION, MIDDLE
 
-from perfed.report import layout
-from perfed.report.layout import Table
-from perfed.report.tables import HARM, SMALL, quantity, spread
+from perfed.core import layout
+from perfed.core.layout import Table
+from perfed.runs.tables import HARM, SMALL, quantity, spread
 
 FEW = 10  # clients; of fewer no mean is shown
 CAUTIOUS = f"caution {CAUTION:g}"
@@ -250,33 +250,35 @@ def families() -> str:
         for method in ("c=3", "evidence", "ditto"):
             of_settings = [r["clients"] for r in record["rows"] if r["method"] == method]
             if len(of_settings) < len(record["partitions"]):
-                cells += ["–", "–"]
+                cells += ["–", "–", "–"]
                 continue
             cells.append(f"{statistics.mean(_mean(_all(gains)) for gains in of_settings):+.1f}")
             cells.append(f"{statistics.mean(map(_harmed, of_settings)):.0f}")
+            cells.append(_bytes(family, method))
         rows.append(cells)
     header = (
         "",
         "settings",
         "PerFed-CKT c=3, above local",
         "harmed %",
+        "bytes a round",
         "PerFed-Evidence, above local",
         "harmed %",
+        "bytes a round",
         "Ditto, above local",
         "harmed %",
+        "bytes a round",
     )
     note = (
-        "Points above the client's own local model, means over settings; seeds "
-        f"{result('successor_digits')['seeds']}. Harmed: clients more than {HARM:g} points below; "
-        f"of local training run again, by chance, {_chance('digits')} % with digits, "
-        f"{_chance('cifar')} % with the CNN and {_chance('vgg')} % with VGG11 (PerFed-Evidence "
-        "contains the local model it is compared with). "
-        "CIFAR-10 is judged by 2,000 fresh samples for each client, the digits by clients' own. "
-        "PerFed-CKT and Ditto have a λ found for each setting; mixed networks have that of VGG11, "
-        "which does not suit PerFed-CKT. "
-        f"A round takes {_bytes('digits')} with digits, {_bytes('cifar')} with the CNN, "
-        f"{_bytes('vgg')} with VGG11; with mixed networks as much, but for Ditto's "
-        f"{_ditto_bytes()}."
+        "Above local: points of test accuracy above the client's own local model, mean over "
+        f"settings, seeds {result('successor_digits')['seeds']}. Harmed: clients more than "
+        f"{HARM:g} points below their local model. Local training run again with other "
+        f"mini-batches harms {_chance('digits')} % with digits, {_chance('cifar')} % with the CNN "
+        f"and {_chance('vgg')} % with VGG11, by chance. PerFed-Evidence contains the local model "
+        "it is compared with. CIFAR-10 is tested on 2,000 fresh samples "
+        "for each client, the digits on the clients' own test samples. PerFed-CKT and Ditto have "
+        "a λ found for each setting. Mixed networks use the λ of VGG11, which does not suit "
+        "PerFed-CKT."
     )
     return layout.markdown([Table("", header, rows, note)])
 
@@ -287,18 +289,12 @@ def _chance(family: str) -> str:
     return f"{statistics.mean(_harmed(row['clients']) for row in rows):.0f}"
 
 
-def _bytes(family: str) -> str:
-    """What the three methods send in a round."""
-    sizes = {row["method"]: row["bytes_per_round"] for row in result(f"successor_{family}")["rows"]}
-    one, two, three = (quantity(sizes[method], "B") for method in ("c=3", "evidence", "ditto"))
-    return f"{one}, {two} and {three}"
-
-
-def _ditto_bytes() -> str:
-    """What Ditto sends in a round where networks are mixed: it depends on who has which."""
-    rows = [row for row in result("successor_mixed")["rows"] if row["method"] == "ditto"]
-    sizes = sorted(row["bytes_per_round"] for row in rows)
-    return f"{quantity(sizes[0], 'B')} to {quantity(sizes[-1], 'B')}"
+def _bytes(family: str, method: str) -> str:
+    """What a method sends in a round; with mixed networks it may depend on who has which."""
+    rows = [row for row in result(f"successor_{family}")["rows"] if row["method"] == method]
+    sizes = [row["bytes_per_round"] for row in rows]
+    shown = [quantity(size, "B") for size in (min(sizes), max(sizes))]
+    return " to ".join(dict.fromkeys(shown))
 
 
 def first_hand() -> str:

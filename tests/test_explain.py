@@ -11,6 +11,7 @@ from perfed.config import Comparison, load_yaml, parse
 from perfed.core.algorithm import Algorithm
 from perfed.core.errors import ConfigError
 from perfed.core.schema import option
+from perfed.data import datasets
 from perfed.explain import described, entries, explain, overview
 from perfed.models import Models
 from perfed.starter import commented
@@ -74,7 +75,7 @@ def test_nothing_is_left_out_and_nothing_is_there_twice() -> None:
 def test_values_and_defaults_in_words() -> None:
     assert explain("training.steps") == [
         "training.steps",
-        "  τ: SGD steps a round",
+        "  τ: SGD steps per round",
         "  a whole number, at least 1; default: 10",
     ]
     assert explain("selection")[2] == "  one of by-size, uniform; default: by-size"
@@ -131,8 +132,9 @@ def test_a_preset_is_shown_as_it_is() -> None:
 
 def test_where_an_option_is_one_of_a_few_words_they_are_said() -> None:
     fields = {field.name: field for field in dataclasses.fields(Training)}
-    assert described(Training, fields["public_batchnorm"]).endswith(
-        " (separate, private or shared)"
-    )
-    assert described(Training, fields["steps"]) == "τ: SGD steps a round"
-    assert "(by-size or uniform)" in commented(Experiment())
+    said = described(Training, fields["public_batchnorm"])
+    assert [said.count(word) for word in ("separate,", "private,", "shared,")] == [1, 1, 1]
+    assert described(Training, fields["steps"]) == "τ: SGD steps per round"
+    colours = {field.name: field for field in dataclasses.fields(datasets["images"])}["colours"]
+    assert described(datasets["images"], colours).endswith(" (rgb or grey)")
+    assert "by-size, with probability" in " ".join(commented(Experiment()).replace("#", "").split())

@@ -17,6 +17,7 @@ from perfed.core.wire import Stage, stages
 from perfed.data import Split, datasets, partitions
 from perfed.engines import Execution
 from perfed.models import Models, architectures
+from perfed.report import DRAWING as _DRAWING
 from perfed.runs import (
     Callback,
     ComparisonResult,
@@ -27,6 +28,9 @@ from perfed.runs import (
     resume,
     run,
 )
+from perfed.runs.drawing import draw_with as _draw_with
+
+_draw_with(_DRAWING)  # so that a result can plot itself
 
 try:
     __version__ = _metadata.version("perfed")

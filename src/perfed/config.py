@@ -34,22 +34,23 @@ class Training(Options):
     optimizer_state: Literal["new", "kept"] = option(
         "new", "momentum and the like begin anew in each round, or stay with the client"
     )
-    steps: int = option(10, "τ: training steps a round", ge=1)
+    steps: int = option(10, "τ: training steps per round", ge=1)
     epochs: int = option(
         0,
-        "passes over a client's training data a round, in the place of 'steps': samples are drawn "
-        "without replacement until all were seen; 0: count steps",
+        "passes over a client's training data per round, in the place of 'steps'; samples are then "
+        "drawn without replacement; 0: count steps",
         ge=0,
     )
-    batch_size: int = option(32, "b: private samples a step, drawn with replacement", ge=1)
-    public_batch_size: int = option(64, "b': public samples a step, drawn with replacement", ge=1)
+    batch_size: int = option(32, "b: private samples per step, drawn with replacement", ge=1)
+    public_batch_size: int = option(64, "b': public samples per step, drawn with replacement", ge=1)
     augment: tuple[Literal["flip", "crop"], ...] = option(
         (), "random changes of private images: mirrored, or moved by up to four pixels"
     )
     public_batchnorm: Literal["separate", "private", "shared"] = option(
         "separate",
-        "running statistics of BatchNorm: public batches keep their own, used for soft decisions; "
-        "only private batches move them; or both do",
+        "which batches update BatchNorm's running statistics: separate, public batches have "
+        "statistics of their own, which soft decisions use; private, only private batches; "
+        "shared, both update the same ones",
     )
 
     @classmethod
@@ -78,29 +79,35 @@ class Training(Options):
 class Experiment(Options):
     """One run of one algorithm."""
 
-    name: str = option("experiment", "what the run directory is called")
+    name: str = option("experiment", "the name of the run directory")
     about: str = option("", "a sentence on what it shows")
-    seed: int = option(0, "the one number all randomness is derived from", ge=0)
+    seed: int = option(0, "the seed of all random numbers", ge=0)
     rounds: int = option(40, "T: communication rounds", ge=1)
-    clients: int = option(30, "K: clients there are", ge=1)
-    clients_per_round: int = option(10, "m: clients drawn in a round", ge=1)
+    clients: int = option(30, "K: number of clients", ge=1)
+    clients_per_round: int = option(10, "m: clients selected in each round", ge=1)
     selection: Literal["by-size", "uniform"] = option(
-        "by-size", "chance of being drawn: in proportion to training samples, or equal"
+        "by-size",
+        "how clients are selected: by-size, with probability in proportion to their training "
+        "samples, or uniform, all with the same probability",
     )
-    evaluate_every: int = option(1, "rounds between evaluations of all clients", ge=1)
+    evaluate_every: int = option(1, "all clients are evaluated every so many rounds", ge=1)
     data: Dataset = option("digits", "the dataset")
-    partition: Partition = option("groups", "how samples are divided among clients")
-    split: Split = option(Split(), "how a client divides its samples")
+    partition: Partition = option("groups", "how the samples are divided among the clients")
+    split: Split = option(
+        Split(), "how a client splits its samples into train, validation and test"
+    )
     fresh_test: int = option(
         0,
-        "judge a client not by its own test samples but by so many that no client holds, with its "
-        "mix of labels (data.samples must leave enough over); 0: by its own",
+        "evaluate each client on this many samples that no client holds, drawn with the client's "
+        "mix of labels (data.samples must leave enough of them); 0: on its own test samples",
         ge=0,
     )
     fresh_mix: Literal["test", "held"] = option(
-        "test", "the mix of labels of fresh samples: that of its own test samples, or of all it has"
+        "test",
+        "which mix of labels fresh samples have: test, that of the client's test samples, or held, "
+        "that of all its samples",
     )
-    models: Models = option(Models(), "which client has which network")
+    models: Models = option(Models(), "the networks, and which client has which")
     training: Training = option(Training(), "local training")
     algorithm: Algorithm = option("perfed-ckt", "the algorithm")
     metrics: tuple[str, ...] = option(
@@ -146,8 +153,8 @@ class Comparison(Options):
     """One experiment, run with several algorithms and seeds."""
 
     experiment: Experiment
-    algorithms: tuple[Algorithm, ...] = option((), "what differs")
-    seeds: tuple[int, ...] = option((0,), "repeated with each of these", ge=0)
+    algorithms: tuple[Algorithm, ...] = option((), "the algorithms to compare")
+    seeds: tuple[int, ...] = option((0,), "each algorithm is run with each of these seeds", ge=0)
 
     def validate(self) -> None:
         if not self.algorithms:
@@ -177,7 +184,7 @@ class Comparison(Options):
 
 
 def parse(values: Mapping[str, Any]) -> Experiment | Comparison:
-    """An experiment; a comparison where there are ``algorithms`` or ``seeds``."""
+    """Build an experiment, or a comparison if there are ``algorithms`` or ``seeds``."""
     if not isinstance(values, Mapping):
         raise ConfigError("a configuration is keys and values")
     if "algorithms" not in values and "seeds" not in values:

@@ -103,9 +103,9 @@ def meaning(field: dataclasses.Field[Any]) -> str:
 
 
 def described(cls: type, field: dataclasses.Field[Any]) -> str:
-    """Its meaning, and where it is one of a few words, which."""
+    """Its meaning, and the words it can be, unless the meaning has them."""
     hint = typing.get_type_hints(cls)[field.name]
-    if get_origin(hint) is not Literal:
+    if get_origin(hint) is not Literal or all(str(w) in meaning(field) for w in get_args(hint)):
         return meaning(field)
     *words, last = map(str, get_args(hint))
     return f"{meaning(field)} ({', '.join(words)} or {last})"

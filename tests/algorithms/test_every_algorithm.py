@@ -185,8 +185,8 @@ def test_personal_and_global_models_are_both_reported(tmp_path: Path) -> None:
         result = perfed.run(tiny(algorithm=name), tmp_path / name)
         assert set(result.summary["models"]) == {"personal", "global"}
         lines = [line.split()[:4] for line in result.table().splitlines() if name in line]
-        kinds = {"LM", "GM"} & {word for line in lines for word in line}
-        assert kinds == {"LM", "GM"}
+        kinds = {"personal", "global"} & {word for line in lines for word in line}
+        assert kinds == {"personal", "global"}
         assert result.model(0, "global") is not None
 
 

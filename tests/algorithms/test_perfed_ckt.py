@@ -188,13 +188,13 @@ def test_a_client_keeps_its_model_and_buffers_until_drawn_again() -> None:
 def test_the_first_centroids_come_from_the_initial_set(tmp_path: Path) -> None:
     """S(−1) of m clients sends; with common initial models of two kinds, two matrices arrive."""
     result = perfed.run(tiny(rounds=1), tmp_path / "run")
-    lines = result._directory.lines("rounds.jsonl")
+    lines = result.directory.lines("rounds.jsonl")
     assert [line["round"] for line in lines] == [-1, 0]
     assert len(lines[0]["clients"]) == 3
     assert lines[0]["traffic"]["up_parameters"] == 3 * 30 * 10
     assert lines[0]["traffic"]["down_parameters"] == 0
     kinds = {
-        line["architecture"] for line in result._directory.read_json("partition.json")["clients"]
+        line["architecture"] for line in result.directory.read_json("partition.json")["clients"]
     }
     centroids = lines[1]["traffic"]["down_parameters"] / (30 * 10)
     assert 1 <= centroids <= min(2, len(kinds))

@@ -35,7 +35,7 @@ def test_local_trains_everyone_or_those_drawn(tmp_path: Path) -> None:
         tiny(algorithm={"name": "local", "participation": "drawn"}), tmp_path / "drawn"
     )
     sizes = [
-        {len(line["clients"]) for line in result._directory.lines("rounds.jsonl")}
+        {len(line["clients"]) for line in result.directory.lines("rounds.jsonl")}
         for result in (everyone, drawn)
     ]
     assert sizes == [{6}, {3}]

@@ -114,8 +114,7 @@ def test_an_algorithm_of_ones_own_is_listed_and_explained(
     (folder / "half_way.py").write_text(code)
     monkeypatch.chdir(folder)
     monkeypatch.setenv("COLUMNS", "150")
-    without = {n: cls for n, cls in algorithms._classes.items() if n != "half-way"}
-    monkeypatch.setattr(algorithms, "_classes", without)  # nor that of another test
+    algorithms.forget("half-way")  # of another test
     monkeypatch.syspath_prepend(folder)
     sys.modules.pop("half_way", None)
     name = path if ":" in path else f"{path}:HalfWay"

@@ -134,7 +134,7 @@ def test_the_same_class_may_be_registered_again_and_another_may_not() -> None:
         with pytest.raises(ValueError, match="'defined-twice' is registered already"):
             algorithms.register("defined-twice")(Idle)
     finally:
-        algorithms._classes.pop("defined-twice", None)
+        algorithms.forget("defined-twice")
 
 
 def test_components_of_a_file_reach_a_process_elsewhere(tmp_path: Path) -> None:

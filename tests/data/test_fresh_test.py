@@ -91,7 +91,7 @@ def test_training_is_the_same_and_only_the_judgement_differs(
     assert (before["test_size"] < 120).all()
     client = after[after["round"] == after["round"].max()].iloc[0]
     samples = np.load(stored["path"])
-    held = fresh._directory.read_json("partition.json")["clients"][int(client["client"])]["test"]
+    held = fresh.directory.read_json("partition.json")["clients"][int(client["client"])]["test"]
     predicted = fresh.model(int(client["client"]))(torch.as_tensor(samples["x"][held])).argmax(1)
     assert (predicted.numpy() == samples["y"][held]).mean() == pytest.approx(
         client["test_accuracy"]

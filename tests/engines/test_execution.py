@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,8 @@ import perfed
 from perfed import Execution
 from perfed.core.channel import Channel
 from perfed.core.errors import ConfigError, RunError
-from perfed.engines import SequentialEngine, StackedEngine
+from perfed.engines import SequentialEngine
+from perfed.engines.stacked import StackedEngine
 from perfed.runs.comparison import resume_comparison
 from perfed.runs.simulation import Simulation
 from tests.conftest import SEQUENTIAL, STACKED, tiny
@@ -27,6 +30,37 @@ def test_the_default_picks_by_device_and_size() -> None:
     asked = Execution(device="cpu", engine="stacked")
     assert isinstance(asked.build_engine(10_000_000), StackedEngine)
     assert Execution().torch_device().type == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def test_the_stacked_engine_is_imported_when_it_is_used() -> None:
+    code = "import perfed, sys; print([m for m in sys.modules if m.startswith('perfed.engines.s')])"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "perfed.engines.sequential" in said.stdout
+    assert "perfed.engines.stacked" not in said.stdout
+
+
+@pytest.mark.parametrize(
+    "stub",
+    [
+        "sys.modules['torch._functorch.pyfunctorch'] = None",  # importing it fails
+        "del torch._C._functorch._add_batch_dim",
+        "del torch._C._create_function_from_graph",
+    ],
+)
+def test_without_torchs_private_parts_clients_run_one_after_another(stub: str) -> None:
+    """In a process of its own: torch's operations cannot be registered twice."""
+    code = f"""
+import sys, torch, perfed
+from perfed import Execution
+{stub}
+for how in (Execution(device="cpu"), Execution(device="cpu", engine="stacked")):
+    print(how.build_engine(1_000).name)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["sequential", "sequential"]
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"engine stacked does not work with torch {torch.__version__} (")
+    assert line.endswith("clients train one after another, engine sequential")
 
 
 @pytest.mark.parametrize(

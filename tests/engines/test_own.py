@@ -1,6 +1,7 @@
 """An algorithm and a network in files outside the package, on every engine, and after a kill."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +29,16 @@ class Net(nn.Module):
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A user's working directory, with the algorithm of CONTRIBUTING.md."""
     text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
     (code,) = re.findall(r"```python\n(.*?)```", text, re.S)
     (tmp_path / "half_way_here.py").write_text(code)
     (tmp_path / "net_here.py").write_text(NET)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(perfed.algorithms, "_classes", dict(perfed.algorithms._classes))
-    return tmp_path
+    perfed.algorithms.forget("half-way")  # of another test
+    yield tmp_path
+    perfed.algorithms.forget("half-way")
 
 
 def own(path: str) -> perfed.Experiment:

@@ -22,7 +22,7 @@ from perfed.core.channel import Channel
 from perfed.core.errors import ConfigError
 from perfed.core.message import Message
 from perfed.core.tree import flatten
-from perfed.engines import StackedEngine
+from perfed.engines.stacked import StackedEngine
 from perfed.engines.stacked.engine import JobStreams
 from perfed.engines.stacked.requests import objective_key
 from perfed.runs.simulation import Simulation

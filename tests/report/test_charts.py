@@ -14,8 +14,8 @@ from perfed.report import gather, page
 from perfed.report.charts import Chart
 from perfed.report.export import frames
 from perfed.report.svg import inline_svg
-from perfed.report.tables import HARM, against_local
 from perfed.report.theme import COLOURS, VARIABLES
+from perfed.runs.tables import HARM, against_local
 from tests.conftest import tiny
 
 

@@ -14,8 +14,8 @@ import pytest
 
 import perfed
 from perfed.report import page
-from perfed.report.tables import HEADER, cells, rows
 from perfed.runs.directory import RunDirectory
+from perfed.runs.tables import HEADER, cells, rows
 from tests.conftest import TINY, tiny
 from tests.report.browser import CHROMIUM, Page, browser
 

@@ -32,7 +32,7 @@ class Stop(perfed.Callback):
 def truth(result: perfed.Result) -> dict[str, list[tuple[int, float]]]:
     """Every point as the run directory has it."""
     points: dict[str, list[tuple[int, float]]] = {}
-    for line in result._directory.lines("rounds.jsonl"):
+    for line in result.directory.lines("rounds.jsonl"):
         if line["round"] >= 0:
             for name, value in scalars(line.get("evaluation", {}), line["traffic_total"]).items():
                 points.setdefault(name, []).append((line["round"] + 1, value))

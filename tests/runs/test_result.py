@@ -11,8 +11,8 @@ import torch
 
 import perfed
 from perfed.core.errors import ConfigError, RunError
-from perfed.report.tables import quantity, spread
 from perfed.runs.comparison import run_name
+from perfed.runs.tables import quantity, spread
 from tests.conftest import TINY, tiny
 
 
@@ -63,7 +63,7 @@ def test_the_chosen_round_is_chosen_on_validation(tmp_path: Path) -> None:
 
 
 def test_traffic_adds_up_over_rounds(result: perfed.Result) -> None:
-    lines = result._directory.lines("rounds.jsonl")
+    lines = result.directory.lines("rounds.jsonl")
     for name in ("up_parameters", "down_parameters", "up_bytes", "down_bytes"):
         total = sum(line["traffic"][name] for line in lines)
         assert total == result.summary["traffic"][name] == lines[-1]["traffic_total"][name]
@@ -130,7 +130,7 @@ def test_the_table_has_mean_and_spread_over_seeds(tmp_path: Path) -> None:
     ]
     row = next(line for line in done.table().splitlines() if line.startswith("fedavg"))
     mean, deviation = 100 * np.mean(accuracies), 100 * np.std(accuracies, ddof=1)
-    assert f"GM  {mean:.1f} ± {deviation:.1f}" in " ".join(row.split()).replace("GM ", "GM  ")
+    assert f"global {mean:.1f} ± {deviation:.1f}" in " ".join(row.split())
     assert done.plot().stat().st_size > 10_000
     assert {p.name for p in done.path.iterdir() if p.is_dir()} == {
         run_name(experiment) for experiment in comparison.experiments()

@@ -21,7 +21,9 @@ from perfed.core.schema import option
 @algorithms.register("ditto")
 @dataclass(frozen=True)
 class Ditto(FedAvg):
-    weight: float = option(1.0, "weight of nearness to the global model", symbol="λ", ge=0)
+    weight: float = option(
+        1.0, "how strongly a client is pulled to the global model", symbol="λ", ge=0
+    )
 
     def client_round(self, client: Client, message: Message) -> Message:
         start = message["model"]

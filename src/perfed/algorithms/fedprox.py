@@ -22,7 +22,9 @@ from perfed.core.tree import squared_distance
 @algorithms.register("fedprox")
 @dataclass(frozen=True)
 class FedProx(FedAvg):
-    proximal: float = option(1.0, "weight of nearness to the global model", symbol="μ", ge=0)
+    proximal: float = option(
+        1.0, "how strongly a client is pulled to the global model", symbol="μ", ge=0
+    )
 
     def client_round(self, client: Client, message: Message) -> Message:
         start = message["model"]

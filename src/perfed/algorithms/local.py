@@ -19,6 +19,9 @@ class Local(Algorithm):
     The paper's local row is the same for every participation, so there every client trains.
     """
 
+    learns_from_others = False
+    reference = True
+
     participation: Literal["all", "drawn"] = option(
         "all", "who trains in a round: all clients (as in the paper), or only those drawn"
     )

@@ -15,6 +15,8 @@ from perfed.core.message import Message
 @algorithms.register("majority")
 @dataclass(frozen=True)
 class Majority(Algorithm):
+    learns_from_others = False
+
     def messages(self) -> Messages:
         return Messages(up={}, down={}, evaluation={})
 

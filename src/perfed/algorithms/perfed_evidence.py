@@ -91,8 +91,8 @@ class PerFedEvidence(Algorithm):
     weight: float = option(2.0, "weight of agreement with the pooled evidence", symbol="λ", ge=0)
     caution: float = option(
         3.0,
-        "burden of proof: what the taught model must gain in log-likelihood of validation samples "
-        "for a client to use it alone",
+        "how much better the taught model must explain a client's validation samples (in "
+        "log-likelihood) before the client uses it alone",
         ge=0,
     )
 

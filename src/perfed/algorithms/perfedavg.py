@@ -7,9 +7,10 @@ learning rate), then FedAvg's mean. Two variants, both the authors':
 * ``hessian-free``: the product with ∇²f by the difference of two gradients at w ± δ·g;
 * ``first-order``: without that term.
 
-LM is the global model after ``adaptation_steps`` steps of size α on the client's training data; GM
-is the meta-model itself. α, δ and the single step are the authors'. First-order is the default: on
-networks with BatchNorm the other has diverged here, at step sizes at which all else was stable.
+The personal model is the global one after ``adaptation_steps`` steps of size α on the client's
+training data; the global model is the meta-model itself. α, δ and the single step are the authors'.
+First-order is the default: on networks with BatchNorm the other has diverged here, at step sizes at
+which all else was stable.
 Mini-batches at displaced parameters do not move BatchNorm's running statistics.
 """
 

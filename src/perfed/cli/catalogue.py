@@ -28,7 +28,7 @@ def list_(
         typer.Option(
             "--with",
             metavar="PATH",
-            help="Your own beside them: file.py, package.module, or one thing in it, file.py:Name.",
+            help="Also list your own: file.py, package.module or file.py:Name.",
         ),
     ] = None,
 ) -> None:

@@ -13,9 +13,11 @@ from perfed.cli import completion
 from perfed.core.errors import ConfigError, DataError, did_you_mean
 from perfed.data import cache
 from perfed.data.cifar import IMAGE_SETS
-from perfed.report.tables import quantity
+from perfed.runs.tables import quantity
 
-app = typer.Typer(help="Fetch sets of images, and see which are there.", no_args_is_help=True)
+app = typer.Typer(
+    help="Download image datasets, and list those that are there.", no_args_is_help=True
+)
 
 
 @app.command()
@@ -34,9 +36,7 @@ def get(
     ] = None,
     to: Annotated[
         Path | None,
-        typer.Option(
-            "--to", metavar="DIR", help="$PERFED_DATA or ~/.cache/perfed unless told otherwise."
-        ),
+        typer.Option("--to", metavar="DIR", help="Default: $PERFED_DATA or ~/.cache/perfed."),
     ] = None,
 ) -> None:
     """Download a set of images, or take it from files, and store it for all runs."""
@@ -58,7 +58,7 @@ def get(
 @app.command("list")
 def list_(
     folder: Annotated[
-        Path | None, typer.Argument(help="$PERFED_DATA or ~/.cache/perfed unless told otherwise.")
+        Path | None, typer.Argument(help="Default: $PERFED_DATA or ~/.cache/perfed.")
     ] = None,
 ) -> None:
     """Which sets are there, where, how many images, and from which source."""

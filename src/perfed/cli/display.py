@@ -14,11 +14,11 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.text import Text
 
 from perfed.config import Experiment
-from perfed.report.layout import Table
-from perfed.report.tables import quantity
+from perfed.core.layout import Table
 from perfed.runs import Callback, RoundReport
 from perfed.runs.comparison import FILE as COMPARISON_FILE
 from perfed.runs.directory import RunDirectory
+from perfed.runs.tables import quantity
 
 LEAST_IMPORTANT = ("best test*", "parameters", "worst 10 %")
 """Columns that a narrow terminal does without, the first first."""

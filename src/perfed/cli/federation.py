@@ -18,7 +18,7 @@ def federation_init(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder.")],
     sites: Annotated[int, typer.Option(min=1, help="How many sites.")] = 3,
     tls: Annotated[
-        bool, typer.Option("--tls", help="Certificates and node keys too, to try them out.")
+        bool, typer.Option("--tls", help="Also make certificates and node keys, to try TLS.")
     ] = False,
     host: Annotated[
         list[str] | None, typer.Option(help="A name or address of the superlink, with --tls.")
@@ -35,9 +35,9 @@ def federation_gate(
     certificates: Annotated[
         Path, typer.Option(help="The folder with ca.crt, server.crt and server.key.")
     ] = Path("certificates"),
-    superlink: Annotated[str, typer.Option(help="Where the superlink is.")] = "127.0.0.1:8000",
-    host: Annotated[str, typer.Option(help="Where to listen.")] = "0.0.0.0",
-    port: Annotated[int, typer.Option(help="Where sites connect.")] = 8443,
+    superlink: Annotated[str, typer.Option(help="Address of the superlink.")] = "127.0.0.1:8000",
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "0.0.0.0",
+    port: Annotated[int, typer.Option(help="Port that sites connect to.")] = 8443,
 ) -> None:
     """Let sites through to the superlink, and nobody else."""
     initialise.require_flower()

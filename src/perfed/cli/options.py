@@ -27,24 +27,27 @@ SetOption = Annotated[
 ]
 OutOption = Annotated[
     Path | None,
-    typer.Option("--out", help="Where the run goes; runs/<name>-<time> unless told otherwise."),
+    typer.Option("--out", help="The run directory; default: runs/<name>-<time>."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the final summary as JSON only.")]
 EngineOption = Annotated[
     str,
     typer.Option(
         "--engine",
-        help="sequential (one client after another), stacked (all as one), ray (so, on workers)",
+        help="sequential: one client after another; stacked: all clients at once; ray: like "
+        "stacked, on several processes or machines",
         autocompletion=completion.engines,
     ),
 ]
 WorkersOption = Annotated[
     int,
     typer.Option(
-        "--workers", metavar="N", help="With --engine ray; 0: one for each GPU, or else core."
+        "--workers", metavar="N", help="Ray workers; 0: one per GPU, or per core without a GPU."
     ),
 ]
-DeviceOption = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, …")]
+DeviceOption = Annotated[
+    str, typer.Option("--device", help="cpu, cuda, cuda:1, …; auto: a GPU if there is one")
+]
 PrecisionOption = Annotated[
     str,
     typer.Option(
@@ -55,24 +58,29 @@ PrecisionOption = Annotated[
 ]
 StoreOption = Annotated[
     float | None,
-    typer.Option("--store-limit", metavar="MIB", help="Client models in memory; the rest on disk."),
+    typer.Option(
+        "--store-limit",
+        metavar="MIB",
+        help="Keep so many MiB of client models in memory, the rest on disk.",
+    ),
 ]
 CheckpointOption = Annotated[
-    float, typer.Option("--checkpoint-seconds", help="A checkpoint at most every so many seconds.")
+    float, typer.Option("--checkpoint-seconds", help="Seconds between two checkpoints, at least.")
 ]
 TensorBoardOption = Annotated[
-    bool, typer.Option("--tensorboard", help="Also event files, in the run's tensorboard folder.")
+    bool,
+    typer.Option("--tensorboard", help="Also write TensorBoard event files, in the run's folder."),
 ]
-MlflowOption = Annotated[bool, typer.Option("--mlflow", help="Also tell MLflow.")]
-WandbOption = Annotated[bool, typer.Option("--wandb", help="Also tell Weights & Biases.")]
+MlflowOption = Annotated[bool, typer.Option("--mlflow", help="Also log to MLflow.")]
+WandbOption = Annotated[bool, typer.Option("--wandb", help="Also log to Weights & Biases.")]
 ShardOption = Annotated[
-    str, typer.Option("--shard", metavar="I/N", help="Only every N-th piece, from the I-th.")
+    str, typer.Option("--shard", metavar="I/N", help="Run only part I of N, to divide the work.")
 ]
 SideBySideOption = Annotated[
-    bool, typer.Option("--side-by-side", help="All seeds of an algorithm at once, as one stack.")
+    bool, typer.Option("--side-by-side", help="Run all seeds of an algorithm at once.")
 ]
 SecondsOption = Annotated[
-    float, typer.Option("--seconds", help="Begin no further run after so many seconds.", min=0)
+    float, typer.Option("--seconds", help="Start no new run after so many seconds.", min=0)
 ]
 
 

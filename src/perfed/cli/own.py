@@ -26,7 +26,7 @@ def explain(
 
 
 def init(
-    file: Annotated[Path, typer.Argument(help="What to write.")] = Path("experiment.yaml"),
+    file: Annotated[Path, typer.Argument(help="The file to write.")] = Path("experiment.yaml"),
     data: Annotated[
         str | None,
         typer.Option(
@@ -39,7 +39,8 @@ def init(
         str | None, typer.Option("--target", help="The label column of a .csv file.")
     ] = None,
     clients: Annotated[
-        int | None, typer.Option("--clients", min=1, help="How many the data is divided among.")
+        int | None,
+        typer.Option("--clients", min=1, help="Number of clients to divide the data among."),
     ] = None,
     algorithm: Annotated[
         str | None, typer.Option("--algorithm", "-a", help="One, or several with commas.")
@@ -47,7 +48,7 @@ def init(
     model: Annotated[
         str | None, typer.Option("--model", "-m", help="One, or several with commas.")
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask questions.")] = False,
 ) -> None:
     """Write a commented configuration to start from, after a few questions."""
     if file.exists():

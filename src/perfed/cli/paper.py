@@ -31,14 +31,14 @@ from perfed.cli.options import (
     parse_seeds,
 )
 from perfed.config import load_yaml, overridden
+from perfed.core import layout
 from perfed.core.errors import ConfigError
+from perfed.core.layout import Table
 from perfed.engines import Execution
 from perfed.paper import tables as published_tables
 from perfed.paper.published import GRID
 from perfed.paper.reproduce import SINGLE, STUDIES
 from perfed.paper.reproduce import write as write_files
-from perfed.report import layout
-from perfed.report.layout import Table
 from perfed.runs import tune as tuning
 from perfed.runs.study import Shard, Study
 from perfed.runs.tune import SEED
@@ -56,22 +56,23 @@ def reproduce(
         ),
     ],
     quick: Annotated[
-        bool, typer.Option("--quick", help="Smaller, in minutes on a CPU, without a download.")
+        bool, typer.Option("--quick", help="A smaller version: minutes on a CPU, no download.")
     ] = False,
     out: Annotated[
         Path | None,
-        typer.Option("--out", help="Where files go: runs/paper or runs/paper-quick without it."),
+        typer.Option("--out", help="The folder; default: runs/paper, or runs/paper-quick."),
     ] = None,
     as_json: JsonOption = False,
     settings: Annotated[str | None, typer.Option(help="Tables: paper or tuned settings.")] = None,
-    rounds: Annotated[int | None, typer.Option(help="Tables: instead of 500.", min=1)] = None,
+    rounds: Annotated[int | None, typer.Option(help="Tables: rounds; default: 500.", min=1)] = None,
     selection: Annotated[
         str | None, typer.Option(help="Tables: uniform, or by-size as in Algorithm 1.")
     ] = None,
     fractions: Annotated[
-        str | None, typer.Option(metavar="C,…", help="Tables: instead of 0.1,0.15.")
+        str | None,
+        typer.Option(metavar="C,…", help="Tables: shares of clients per round; default: 0.1,0.15."),
     ] = None,
-    seeds: Annotated[str | None, typer.Option(help="Tables: instead of 0-2.")] = None,
+    seeds: Annotated[str | None, typer.Option(help="Tables: seeds; default: 0-2.")] = None,
     shard: ShardOption = "1/1",
     seconds: SecondsOption = float("inf"),
     side_by_side: SideBySideOption = False,
@@ -128,7 +129,7 @@ def tune(
             "--algorithm",
             "-a",
             metavar="NAME[,KEY=VALUE…]",
-            help="What is tuned; only one.",
+            help="The algorithm to tune.",
             autocompletion=completion.algorithms,
         ),
     ] = None,
@@ -143,13 +144,19 @@ def tune(
     ] = None,
     trials: Annotated[
         int | None,
-        typer.Option(metavar="N", help="So many of the grid, at random; all without it.", min=1),
+        typer.Option(
+            metavar="N",
+            help="Try so many settings of the grid, chosen at random; default: all.",
+            min=1,
+        ),
     ] = None,
-    seeds: Annotated[str, typer.Option(help="Not those you will report on.")] = str(SEED),
+    seeds: Annotated[
+        str, typer.Option(help="Seeds to tune with; not those you report results on.")
+    ] = str(SEED),
     set_: SetOption = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", help="A folder; tune-<name>-<algorithm> in runs/ without it."),
+        typer.Option("--out", help="The folder; default: tune-<name>-<algorithm> in runs/."),
     ] = None,
     as_json: JsonOption = False,
     shard: ShardOption = "1/1",

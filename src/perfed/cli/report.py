@@ -20,19 +20,21 @@ def report(
     runs: RunsArgument,
     out: Annotated[
         Path | None,
-        typer.Option("--out", help="RUN/report.html without it; of several, ./report.html."),
+        typer.Option(
+            "--out", help="The page; default: RUN/report.html, for several runs ./report.html."
+        ),
     ] = None,
     figures: Annotated[
         list[str] | None,
         typer.Option(
             "--figures",
             metavar="png|pdf",
-            help="The charts as files too, in a folder beside the page; may be given twice.",
+            help="Also write each chart as a file, beside the page. May be given twice.",
         ),
     ] = None,
     watch: Annotated[
         bool,
-        typer.Option("--watch", help="Made again as runs go on; the page reloads by itself."),
+        typer.Option("--watch", help="Update the page while runs go on; it reloads by itself."),
     ] = False,
 ) -> None:
     """Charts and tables of runs, finished or not, as one HTML file."""
@@ -59,7 +61,7 @@ def export(
     format: Annotated[str, typer.Option("--format", help="csv or parquet")] = "csv",
     out: Annotated[
         Path | None,
-        typer.Option("--out", help="A folder: RUN/export without it; of several, ./export."),
+        typer.Option("--out", help="The folder; default: RUN/export, for several runs ./export."),
     ] = None,
 ) -> None:
     """A row per round, and a row per client and round, as files."""

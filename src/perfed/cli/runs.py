@@ -88,7 +88,9 @@ def compare(
             autocompletion=completion.algorithms,
         ),
     ] = None,
-    seeds: Annotated[str | None, typer.Option(help="Each of these: 0,1,2 or 0-4.")] = None,
+    seeds: Annotated[
+        str | None, typer.Option(help="Run each algorithm with these seeds: 0,1,2 or 0-4.")
+    ] = None,
     set_: SetOption = None,
     out: OutOption = None,
     as_json: JsonOption = False,

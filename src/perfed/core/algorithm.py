@@ -234,6 +234,11 @@ class Algorithm(Component):
     needs_plain_sgd: ClassVar[bool] = False
     """Whether its arithmetic holds for plain SGD only: no momentum, no weight decay, no Adam."""
 
+    learns_from_others: ClassVar[bool] = True
+    """Whether anything a client gets from the server changes what it learns."""
+    reference: ClassVar[bool] = False
+    """Whether reports measure the gains of the other methods against this one: local training."""
+
     def __init_subclass__(cls) -> None:
         """A hook that is written but not declared would never be called."""
         for hook, declared in DECLARED.items():
@@ -285,12 +290,17 @@ class Algorithm(Component):
         return Message()
 
     def models(self, client: Client, message: Message) -> dict[str, Judged]:
-        """The models to judge: ``personal`` (LM) and/or ``global`` (GM)."""
+        """The models to evaluate: ``personal``, ``global`` or both (LM and GM in the paper)."""
         return {"personal": client.weights}
 
 
 algorithms: Registry[Algorithm] = Registry("algorithm")
 Algorithm.registry = algorithms
+
+
+def reference_algorithm() -> Algorithm:
+    """The method that a gain is measured against: local training."""
+    return next(algorithms[name] for name in algorithms if algorithms[name].reference)()
 
 
 def supervised(model: Network, private: Private, public: Public | None, *inputs: Any) -> Tensor:

@@ -32,7 +32,7 @@ from perfed.core.errors import ConfigError
 from perfed.core.notices import say_once
 from perfed.core.objects import import_object, import_path, tell_whereabouts, whereabouts
 
-MODEL_NAMES = {"personal": "LM", "global": "GM"}
+MODEL_KINDS = ("personal", "global")
 EVALUATED_ON = ("validation", "test")
 """The parts of a client's data that its models are evaluated on."""
 SIZE_GROUPS = ((1, 9), (10, 99), (100, 999), (1000, None))

@@ -1,4 +1,4 @@
-"""What a user should know and no error is."""
+"""Notices: messages for the user that are not errors."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ log = logging.getLogger("perfed")
 
 @functools.cache
 def say_once(line: str) -> None:
-    """Once in a process: a comparison loads its data, and asks its clients, for every run."""
+    """Log a line, once in a process: the runs of a comparison would all say it."""
     log.warning("%s", line)

@@ -86,6 +86,10 @@ class Registry(Generic[C]):
 
         return add
 
+    def forget(self, name: str) -> None:
+        """Undo a registration, if there is one."""
+        self._classes.pop(name, None)
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._classes)
 

@@ -75,8 +75,8 @@ CIFAR100 = ImageSet(
 
 IMAGE_SETS = {each.name: each for each in (CIFAR10, CIFAR100)}
 
-SAMPLES_HELP = "how many private images are drawn, for a quick run; 0: all"
-FOLDER_HELP = "where the stored sets are; empty: where 'perfed data get' puts them"
+SAMPLES_HELP = "use this many private images, for a quick run; 0: all"
+FOLDER_HELP = "the folder of the stored sets; empty: where 'perfed data get' puts them"
 
 
 @datasets.register("cifar10")
@@ -116,7 +116,7 @@ class Cifar100(Dataset):
     """CIFAR-100, all 60,000 images and 100 classes; the public set is held out of them, so that
     nothing else needs to be stored."""
 
-    public: int = option(2000, "how many are held out as the unlabeled public set", ge=0)
+    public: int = option(2000, "how many samples are held out as the unlabeled public set", ge=0)
     samples: int = option(0, SAMPLES_HELP, ge=0)
     folder: str = option("", FOLDER_HELP)
 

@@ -155,7 +155,7 @@ def scaled(x: np.ndarray) -> np.ndarray:
 class Digits(Dataset):
     """scikit-learn's 1,797 handwritten digits, 8×8, which come with it: no download."""
 
-    public: int = option(400, "how many are held out as the unlabeled public set", ge=0)
+    public: int = option(400, "how many samples are held out as the unlabeled public set", ge=0)
 
     def load(self, seed: int) -> Samples:
         from sklearn.datasets import load_digits

@@ -29,10 +29,17 @@ class Split(Options):
     """
 
     train: tuple[float, ...] = option(
-        (0.1, 0.3, 0.4), "share to train on, drawn for each client from this list", gt=0, lt=1
+        (0.1, 0.3, 0.4),
+        "share of samples to train on; with several, one is drawn for each client",
+        gt=0,
+        lt=1,
     )
-    validation: float = option(0.1, "share to make choices by", gt=0, lt=1)
-    test: float = option(0.5, "share to report on, and for nothing else", gt=0, lt=1)
+    validation: float = option(
+        0.1, "share of samples for choices such as the best round", gt=0, lt=1
+    )
+    test: float = option(
+        0.5, "share of samples for the reported results, used for nothing else", gt=0, lt=1
+    )
 
     def validate(self) -> None:
         if not self.train:

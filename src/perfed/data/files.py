@@ -89,7 +89,7 @@ class ImageFolders(Files):
     As a public set, any pictures below the path will do.
     """
 
-    path: str = option("", "the folder that holds them")
+    path: str = option("", "the folder of images, with one folder per class")
     size: tuple[int, ...] = option((), SIZE_HELP, ge=1)
     colours: Literal["rgb", "grey"] = option("rgb", COLOURS_HELP)
 

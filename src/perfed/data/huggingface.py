@@ -40,12 +40,12 @@ class HuggingFace(OwnData):
     path: str = option("", "the name on the Hub, or a folder")
     subset: str = option("", "which configuration of it, where there are several")
     split: str = option("train", "which split; 'train+test' for both, 'train[:10%]' for a part")
-    revision: str = option("", "a commit or tag on the Hub, so that it is the same tomorrow")
+    revision: str = option("", "a commit or tag on the Hub, so that the data stays the same")
     inputs: tuple[str, ...] = option(
         (), "the column of images or arrays, or the columns of numbers; empty: found by their type"
     )
-    target: str = option("label", "the label column, which is to be predicted")
-    client: str = option("", "the column that says whose a sample is, with partition: given")
+    target: str = option("label", "the label column: what is predicted")
+    client: str = option("", "the column with the client of each sample; needs partition: given")
     size: tuple[int, ...] = option((), SIZE_HELP, ge=1)
     colours: Literal["rgb", "grey"] = option("rgb", COLOURS_HELP)
 

@@ -34,7 +34,7 @@ BY_CLIENT_HELP = (
     "'path' holds a folder of pictures, or a file, for each client, named like it; "
     "with partition: given"
 )
-SIZE_HELP = "height and width all images are resized to; empty: as they are, all of one size"
+SIZE_HELP = "height and width to resize all images to; empty: no resizing, all must have one size"
 COLOURS_HELP = "three channels, or one"
 
 
@@ -68,7 +68,7 @@ class OwnData(Dataset):
         "(name and options), whose labels are ignored",
         ge=0,
     )
-    samples: int = option(0, "how many are drawn, for a quick run; 0: all", ge=0)
+    samples: int = option(0, "use this many samples, for a quick run; 0: all", ge=0)
 
     @abstractmethod
     def read(self, labeled: bool) -> Contents:

@@ -19,7 +19,9 @@ from perfed.core.errors import ConfigError
 from perfed.core.registry import Component, Registry
 from perfed.core.schema import option
 
-MINIMUM_HELP = "samples every client gets at least, moved one at a time from the largest clients"
+MINIMUM_HELP = (
+    "smallest number of samples of a client; they are moved there from the largest clients"
+)
 
 
 class Partition(Component):
@@ -156,7 +158,7 @@ class Shards(Partition):
     """Samples sorted by label and cut in equal shards, ``per_client`` of them for each client, so
     that a client sees about that many labels (McMahan et al.)."""
 
-    per_client: int = option(2, "shards, so about labels, of each client", ge=1)
+    per_client: int = option(2, "shards per client, and so about as many labels", ge=1)
 
     def assign(
         self, labels: np.ndarray, classes: int, clients: int, random: np.random.Generator

@@ -28,7 +28,9 @@ class TorchData(OwnData):
     ``{"name": "torch", "path": mine, "public": 200}``.
     """
 
-    path: str | Any = option("", "file.py:Name or package.module:Name of it, or of what makes it")
+    path: str | Any = option(
+        "", "file.py:Name or package.module:Name of the dataset, or of a function that returns it"
+    )
 
     def validate(self) -> None:
         if isinstance(self.path, str):

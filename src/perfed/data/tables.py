@@ -75,15 +75,15 @@ class Csv(Places):
     """
 
     path: str = option("", "the .csv file")
-    target: str = option("label", "the label column: what is to be predicted, in words or numbers")
-    client: str = option("", "the column that says whose a row is, with partition: given")
+    target: str = option("label", "the label column: what is predicted, words or numbers")
+    client: str = option("", "the column with the client of each row; needs partition: given")
     ignore: tuple[str, ...] = option((), "columns that are not used, such as an id")
     categories: tuple[str, ...] = option((), "columns of numbers that stand for categories")
     scale: Literal["standard", "none"] = option(
         "standard",
         "columns of numbers: mean 0, deviation 1 over all clients' training rows; or as they are",
     )
-    separator: str = option(",", "what is between two cells")
+    separator: str = option(",", "the character between two cells")
 
     def validate(self) -> None:
         if len(self.separator) != 1:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from perfed.core.errors import ConfigError
+from perfed.core.notices import say_once
 from perfed.core.schema import Options, option
 from perfed.engines.base import Engine
 from perfed.engines.population import Population
 from perfed.engines.precision import PRECISIONS, check_bf16
 from perfed.engines.sequential import SequentialEngine
-from perfed.engines.stacked import StackedEngine
 from perfed.models import parameter_count
+
+if TYPE_CHECKING:
+    from perfed.engines.stacked import StackedEngine
 
 SMALL_MODEL = 1_000_000  # parameters
 
@@ -26,19 +29,24 @@ class Execution(Options):
 
     engine: Literal["auto", "sequential", "stacked", "ray"] = option(
         "auto",
-        "one client after another, all clients of one architecture as one, or so on each of "
-        "several workers",
+        "sequential: one client after another; stacked: all clients of one architecture at once; "
+        "ray: like stacked, spread over several processes or machines; auto: the faster of the "
+        "first two",
     )
-    workers: int = option(0, "with engine ray; 0: one for each GPU, or else for each core", ge=0)
-    device: str = option("auto", "cpu, cuda, cuda:1, …; a GPU where there is one")
+    workers: int = option(
+        0, "number of Ray workers; 0: one per GPU, or one per core where there is no GPU", ge=0
+    )
+    device: str = option("auto", "cpu, cuda, cuda:1, …; auto: a GPU if there is one")
     precision: Literal["auto", "float32", "tf32", "bf16"] = option(
-        "auto", "in which numbers networks compute; float32, or what a resumed run began with"
+        "auto", "number format of the networks; auto: float32, or the one a resumed run began with"
     )
     store_limit: float | None = option(
-        None, "MiB of client models kept in memory, the rest waits on disk; none: all of them", ge=0
+        None,
+        "MiB of client models kept in memory, the rest is kept on disk; none: all in memory",
+        ge=0,
     )
-    checkpoint_seconds: float = option(10.0, "a checkpoint at most every so many seconds", ge=0)
-    save_models: bool = option(True, "keep every client's final model in the run directory")
+    checkpoint_seconds: float = option(10.0, "seconds between two checkpoints, at least", ge=0)
+    save_models: bool = option(True, "save every client's final model in the run directory")
 
     def validate(self) -> None:
         if self.workers and self.engine != "ray":
@@ -79,10 +87,11 @@ class Execution(Options):
             # On a CPU, large layers fill the cores by themselves.
             fits = device.type == "cuda" or largest_model < SMALL_MODEL
             name = "stacked" if fits else "sequential"
-        if name == "sequential":
+        stacked = stacked_engine() if name == "stacked" else None
+        if stacked is None:
             return SequentialEngine(precision)
         threads = torch.get_num_threads() if largest_model < SMALL_MODEL else 1
-        return StackedEngine(precision, record=device.type == "cuda", threads=threads)
+        return stacked(precision, record=device.type == "cuda", threads=threads)
 
     def several_runs(self) -> AbstractContextManager[Any]:
         """Around runs one after another: the workers of the first serve the others too."""
@@ -91,6 +100,19 @@ class Execution(Options):
         from perfed.engines.ray import session
 
         return session()
+
+
+def stacked_engine() -> type[StackedEngine] | None:
+    """The class, imported when it is needed; None where torch lacks the private parts it uses."""
+    try:
+        from perfed.engines.stacked import StackedEngine
+    except ImportError as error:
+        say_once(
+            f"engine stacked does not work with torch {torch.__version__} ({error}): "
+            "clients train one after another, engine sequential"
+        )
+        return None
+    return StackedEngine
 
 
 def fitting_threads(population: Population) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from perfed.core.metrics import EVALUATED_ON, MODEL_NAMES, column_metrics, column_name
+from perfed.core.metrics import EVALUATED_ON, MODEL_KINDS, column_metrics, column_name
 from perfed.flower.protocol import Refused
 
 Numbers = dict[str, dict[str, float]]  # by model kind and name: personal → test_accuracy → 0.9
@@ -28,7 +28,7 @@ def checked_numbers(facts: Mapping[str, Any]) -> Numbers:
     except (KeyError, TypeError, ValueError, OverflowError):
         raise Refused("its judgement of its models is not one") from None
     possible = all(known[name].possible(one[name]) for one in numbers.values() for name in one)
-    if not numbers or not numbers.keys() <= MODEL_NAMES.keys() or not possible:
+    if not numbers or not numbers.keys() <= set(MODEL_KINDS) or not possible:
         raise Refused("its judgement of its models is not one")
     return numbers
 

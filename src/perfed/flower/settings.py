@@ -37,9 +37,13 @@ class PublicSet(Options):
     """The shared unlabeled samples, the same at the coordinator and at every site."""
 
     file: str = option("", "an .npy file, or an .npz file with an array 'public'")
-    dataset: Dataset | None = option(None, "or the samples that a dataset holds out")
-    seed: int = option(0, "with a dataset: by which seed", ge=0)
-    hash: str = option("", "what 'perfed federation check' prints: nothing else is accepted")
+    dataset: Dataset | None = option(
+        None, "or a dataset: the samples it holds out as its public set"
+    )
+    seed: int = option(0, "with a dataset: the seed that chooses the samples", ge=0)
+    hash: str = option(
+        "", "the hash that 'perfed federation check' prints; another public set is refused"
+    )
 
     @classmethod
     def expand(cls, value: Any) -> Any:
@@ -71,13 +75,14 @@ class SiteData(Options):
     source: str = option("", "file.py:function or package.module:function; it returns x and y")
     dataset: Dataset | None = option(None, "or a dataset known to perfed ('perfed list datasets')")
     class_names: tuple[str, ...] = option(
-        (), "of a dataset that names its classes: all of the federation's, 0, 1, 2, … in this order"
+        (),
+        "for a dataset with named classes: all class names of the federation, in their order",
     )
     partition: Partition | None = option(
-        None, "to try things out: the dataset divided so, and only this site's part of it"
+        None, "for trials: divide the dataset in this way and use only this site's part"
     )
-    clients: int = option(1, "with a partition: among so many", ge=1)
-    seed: int = option(0, "with a dataset: the seed it is divided by", ge=0)
+    clients: int = option(1, "with a partition: the number of clients to divide among", ge=1)
+    seed: int = option(0, "with a dataset: the seed of the partition", ge=0)
 
     def validate(self) -> None:
         if bool(self.source) == (self.dataset is not None):
@@ -135,17 +140,19 @@ class SiteOptions(Options):
     """One site: its data, its model, and where it keeps them."""
 
     client: int = option(
-        0, "this site's number, 0, 1, 2, …, no other site's, and never another", ge=0
+        0, "this site's number, 0, 1, 2, …; each site has its own and keeps it", ge=0
     )
     run: str = option("", "the name of the run it takes part in: the coordinator's experiment.name")
-    state: str = option("state", "the folder of all that must not be lost")
-    classes: int = option(0, "how many classes the federation tells apart", ge=2)
+    state: str = option("state", "the folder of this site's model and checkpoint; do not lose it")
+    classes: int = option(0, "number of classes in the whole federation", ge=2)
     model: Architecture = option("mlp", "a name, package.module:factory or file.py:factory")
     data: SiteData = option(None, "this site's samples")
-    split: Split = option(Split(train=(0.6,), validation=0.1, test=0.3), "their shares")
+    split: Split = option(
+        Split(train=(0.6,), validation=0.1, test=0.3), "shares for train, validation and test"
+    )
     public: PublicSet = option(PublicSet(), "the public set")
-    alone: bool = option(True, "train a copy without the federation too, to see what is gained")
-    device: str = option("auto", "cpu, cuda, cuda:1, …; a GPU where there is one")
+    alone: bool = option(True, "also train a copy without the federation, to see what is gained")
+    device: str = option("auto", "cpu, cuda, cuda:1, …; auto: a GPU if there is one")
 
     def validate(self) -> None:
         if not self.run:
@@ -192,14 +199,18 @@ class CoordinatorOptions(Options):
     """The coordinator: the experiment, and what a round waits for."""
 
     experiment: Experiment = option(None, "name, rounds, clients, training, algorithm, …")
-    directory: str = option("run", "the run directory; started again, it goes on from there")
-    classes: int = option(0, "how many classes the federation tells apart", ge=2)
+    directory: str = option("run", "the run directory; a restarted coordinator resumes from it")
+    classes: int = option(0, "number of classes in the whole federation", ge=2)
     public: PublicSet = option(PublicSet(), "the public set")
-    input_shape: tuple[int, ...] = option((), "of one sample, where there is no public set", ge=1)
+    input_shape: tuple[int, ...] = option(
+        (), "shape of one sample; needed if there is no public set", ge=1
+    )
     deadline: float = option(600.0, "seconds a site has for a round", gt=0)
-    minimum: int = option(1, "answers without which a round is tried again", ge=1)
-    start_with: int = option(0, "sites that must be there before the first round; 0: all", ge=0)
-    poll: float = option(1.0, "seconds between two looks at what has arrived", gt=0)
+    minimum: int = option(
+        1, "smallest number of answers; with fewer, the round is tried again", ge=1
+    )
+    start_with: int = option(0, "number of sites to wait for before the first round; 0: all", ge=0)
+    poll: float = option(1.0, "seconds between two checks for answers", gt=0)
 
     def validate(self) -> None:
         clients, drawn = self.experiment.clients, self.experiment.clients_per_round

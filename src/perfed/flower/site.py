@@ -28,10 +28,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from perfed.algorithms.local import Local
 from perfed.config import Training
 from perfed.core import tensorfile
-from perfed.core.algorithm import Algorithm, algorithms
+from perfed.core.algorithm import Algorithm, algorithms, reference_algorithm
 from perfed.core.errors import ConfigError, Diverged, PerfedError, RunError, shape_text
 from perfed.core.message import Message
 from perfed.core.metrics import known_metric
@@ -263,7 +262,7 @@ class Site:
 
     def _train_alone(self, plan: Plan, record: ClientRecord | None, round: int) -> ClientRecord:
         """The same steps on the same mini-batches, without the federation."""
-        population = self._population(plan, Local(), record)
+        population = self._population(plan, reference_algorithm(), record)
         client = self.options.client
         population.engine.perform([population.call("client_round", {client: Message()}, round)])
         return population.pending[client]
@@ -325,7 +324,7 @@ class Site:
 
     def _alone(self, task: Envelope, plan: Plan, record: ClientRecord) -> dict[str, float]:
         """The numbers of the copy; none where it has diverged, which is nobody else's matter."""
-        population = self._population(plan, Local(), record)
+        population = self._population(plan, reference_algorithm(), record)
         try:
             numbers, _ = self._judge(population, task.header.round, Message())
         except Diverged:
@@ -339,11 +338,18 @@ class Site:
         options, split = self.options, self.split
         training = Training(steps=1, batch_size=min(32, len(split.train)))
         plan = Plan(
-            options.run, 0, options.client + 1, 1, options.classes, "common", training, Local()
+            options.run,
+            0,
+            options.client + 1,
+            1,
+            options.classes,
+            "common",
+            training,
+            reference_algorithm(),
         )
         with chdir(self.folder):
             self._lock_file()
-            population = self._population(plan, Local(), None)
+            population = self._population(plan, reference_algorithm(), None)
             client = options.client
             said = SequentialEngine().run(
                 population,

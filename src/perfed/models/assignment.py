@@ -28,16 +28,18 @@ class Models(Options):
     )
     assign: Literal["by-size", "shares", "list"] = option(
         "by-size",
-        "drawn, larger networks likelier for larger datasets; so many of each; or as listed",
+        "by-size: drawn, larger networks more often for clients with more samples; shares: a fixed "
+        "share of the clients has each; list: as given in per_client",
     )
     shares: tuple[float, ...] = option(
-        (), "with assign: shares, the share of the clients that gets each architecture", gt=0, le=1
+        (), "with assign: shares, the share of clients with each architecture", gt=0, le=1
     )
     per_client: tuple[int, ...] = option(
         (), "with assign: list, each client's position in 'architectures'", ge=0
     )
     initial: Literal["common", "own"] = option(
-        "common", "initial weights: one draw per architecture, or one per client"
+        "common",
+        "initial weights: common, one draw for all clients of an architecture; own, one per client",
     )
 
     @classmethod

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from perfed.core.algorithm import Algorithm, Client, ClientInfo, Judged, Reply, Server, algorithms
 from perfed.core.channel import Channel
+from perfed.core.layout import Table
 from perfed.core.message import Message
 from perfed.core.streams import stream_key
 from perfed.core.threads import cpu_threads
 from perfed.core.tree import Tree, Weights
 from perfed.models import architectures, initial_weights
 from perfed.paper.published import TABLE_1 as PUBLISHED
-from perfed.report.layout import Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

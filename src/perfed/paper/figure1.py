@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from perfed.algorithms.clustering import cluster, few_axes
+from perfed.core.layout import Table
 from perfed.core.streams import numpy_stream
-from perfed.report.layout import Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

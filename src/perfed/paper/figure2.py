@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from perfed.core.layout import Table
 from perfed.core.selection import select_clients
 from perfed.data import Federation, build_federation
 from perfed.models import Architecture, Models, parameter_count
 from perfed.paper.tables import COST_ROUNDS, plan
-from perfed.report.layout import Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from perfed.core import layout
+from perfed.core.layout import Table
 from perfed.core.tensorfile import write_atomically
 from perfed.paper import costs, figure1, figure2, theorem1, theorem2
-from perfed.report import layout
-from perfed.report.layout import Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from perfed.config import Comparison, Experiment, apply_override, parse, read_mapping
 from perfed.core.errors import ConfigError
+from perfed.core.layout import Table
 from perfed.core.metrics import SIZE_GROUPS, size_group_name
 from perfed.paper.costs import three_digits
 from perfed.paper.published import FRACTIONS, TABLE_1, TABLE_2, WEIGHT, Row
-from perfed.report.layout import Table
-from perfed.report.tables import HARM, spread
 from perfed.runs.study import Record, Study, client_gains
+from perfed.runs.tables import HARM, spread
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -19,11 +19,11 @@ from perfed.algorithms.clustering import nearest
 from perfed.config import Experiment
 from perfed.core.algorithm import Network, Private, Public
 from perfed.core.channel import Channel
+from perfed.core.layout import Table
 from perfed.core.schema import from_mapping
 from perfed.core.threads import cpu_threads
 from perfed.core.tree import Weights
 from perfed.engines import Execution
-from perfed.report.layout import Table
 from perfed.runs.simulation import Simulation
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from perfed.report.layout import Table
+from perfed.core.layout import Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -15,7 +15,7 @@ import numpy as np
 from perfed.report import theme
 from perfed.report.clusters import Membership, letter, membership
 from perfed.report.gather import Run, Series, alone, first_of_each
-from perfed.report.tables import HARM, quantity
+from perfed.runs.tables import HARM, quantity
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -258,7 +258,7 @@ def gains(curves: Sequence[Series]) -> Chart | None:
     found = [
         (curve, pairs)
         for curve in curves
-        if curve.algorithm not in ("local", "majority")
+        if curve.algorithm.learns_from_others
         and (local := alone(curve, curves))
         and (pairs := _pairs(curve, local))
     ]

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from perfed.core.metrics import MODEL_NAMES
 from perfed.report.theme import colour, style
 from perfed.runs.result import Result
 
@@ -70,6 +69,6 @@ def _curves(results: Sequence[Result]) -> dict[str, pd.DataFrame]:
         for kind in kinds:
             label = result.experiment.algorithm.label()
             if len(kinds) > 1:
-                label += f", {MODEL_NAMES.get(kind, kind)}"
+                label += f", {kind}"
             frames.setdefault(label, []).append(frame[frame["model"] == kind])
     return {label: pd.concat(group) for label, group in frames.items()}

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from perfed.core.algorithm import Algorithm
 from perfed.core.errors import RunError
-from perfed.core.metrics import MODEL_NAMES
 from perfed.runs.comparison import FILE as COMPARISON_FILE
 from perfed.runs.comparison import read_comparison, run_name
 from perfed.runs.directory import FAILED, LOCK, RunDirectory
@@ -163,8 +163,8 @@ class Series:
     """Which colour and style it has, in every chart."""
 
     @property
-    def algorithm(self) -> str:
-        return self.runs[0].result.experiment.algorithm.registered_name
+    def algorithm(self) -> Algorithm:
+        return self.runs[0].result.experiment.algorithm
 
     @property
     def over(self) -> bool:
@@ -320,7 +320,7 @@ def series(runs: Sequence[Run]) -> list[Series]:
         for kind in run.kinds:
             label = run.label
             if len(run.kinds) > 1:
-                label += f", {MODEL_NAMES.get(kind, kind)}"
+                label += f", {kind}"
             grouped.setdefault((label, kind), []).append(run)
     first = ALONE if len(grouped) == 1 else 0
     return [
@@ -339,7 +339,7 @@ def alone(curve: Series, curves: Sequence[Series]) -> Series | None:
         settings = sum(own.setting[key] != value for key, value in run.setting.items())
         return settings, run.result.experiment.algorithm.trains_everyone()
 
-    local = [c for c in curves if c.algorithm == "local"]
+    local = [c for c in curves if c.algorithm.reference]
     alike = [c for c in local if c.runs[0].clients_setting == own.clients_setting]
     return min(alike, key=differences, default=None)
 

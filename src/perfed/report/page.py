@@ -16,8 +16,8 @@ from perfed.report import gather, theme
 from perfed.report.charts import Chart, charts, listed
 from perfed.report.gather import Run, Series
 from perfed.report.svg import inline_svg
-from perfed.report.tables import FOOTNOTE, HEADER, Row, against_local, cells, quantity, rows
 from perfed.runs.directory import FEDERATION
+from perfed.runs.tables import FOOTNOTE, HEADER, Row, against_local, cells, quantity, rows
 
 GROUND = ("#f6f6f4", "#141518")
 RELOAD_SECONDS = 4

@@ -6,15 +6,17 @@ import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from perfed.config import Comparison, Experiment, parse, read_mapping
 from perfed.core.errors import ConfigError, Diverged, RunError
+from perfed.core.layout import Table
 from perfed.core.threads import cpu_threads
 from perfed.engines import Call, Engine, Execution
 from perfed.engines.execution import fitting_threads
 from perfed.runs.coordinator import Callback, Steps
 from perfed.runs.directory import LOCK, RunDirectory, claimed_path, make_directory
+from perfed.runs.drawing import drawing
 from perfed.runs.result import Result
 from perfed.runs.simulation import (
     AUTOMATIC,
@@ -24,9 +26,6 @@ from perfed.runs.simulation import (
     resume_run,
 )
 from perfed.runs.stopping import Stop, Stopped
-
-if TYPE_CHECKING:
-    from perfed.report.layout import Table
 
 FILE = "comparison.yaml"
 
@@ -54,14 +53,14 @@ class ComparisonResult:
         return "\n".join(["\n\n".join(table.text() for table in self.tables()), *self.failures])
 
     def tables(self) -> list[Table]:
-        from perfed.report.tables import against_local, summary
+        from perfed.runs.tables import against_local, summary
 
         gains = against_local(self.results)
         return [summary([r.summary for r in self.results]), *([gains] if gains else [])]
 
     def record(self) -> dict[str, Any]:
         """All one needs to quote the comparison: its numbers, configuration and machine."""
-        from perfed.report.tables import against_local_record
+        from perfed.runs.tables import against_local_record
 
         machines = [result.record()["environment"] for result in self.results]
         return {
@@ -75,15 +74,11 @@ class ComparisonResult:
 
     def plot(self, path: str | Path | None = None) -> Path:
         """Accuracy by round and by communication, as a PNG or PDF file."""
-        from perfed.report.figures import plot_comparison
-
-        return plot_comparison(self.results, Path(path or self.path / "comparison.png"))
+        return drawing().plot(self.results, Path(path or self.path / "comparison.png"))
 
     def report(self, path: str | Path | None = None) -> Path:
         """All there is to see of it, as one HTML file."""
-        from perfed.report.page import draw
-
-        return draw([self.path]).write(Path(path or self.path / "report.html"))
+        return drawing().page([self.path], Path(path or self.path / "report.html"))
 
 
 def read_comparison(path: Path) -> Comparison:

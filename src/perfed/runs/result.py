@@ -11,15 +11,15 @@ from torch import nn
 
 from perfed.config import Comparison, Experiment, parse, read_mapping
 from perfed.core.errors import RunError
+from perfed.core.layout import Table
 from perfed.core.tree import OWN
 from perfed.models import architectures, build_module
 from perfed.runs.directory import FEDERATION, RunDirectory
+from perfed.runs.drawing import drawing
 from perfed.runs.model_file import load_with
 
 if TYPE_CHECKING:
     import pandas as pd
-
-    from perfed.report.layout import Table
 
 
 def headline(by_kind: Mapping[str, Any]) -> Any:
@@ -36,7 +36,8 @@ class Result:
 
     def __init__(self, directory: str | Path) -> None:
         self.path = Path(directory)
-        self._directory = RunDirectory.open(self.path)
+        self.directory = RunDirectory.open(self.path)
+        """The files behind it: ``result.directory.lines("rounds.jsonl")``."""
         experiment = parse(read_mapping(self.path / "config.yaml"))
         if isinstance(experiment, Comparison):
             raise RunError(
@@ -56,8 +57,8 @@ class Result:
     @property
     def summary(self) -> dict[str, Any]:
         """The final numbers of a finished run, or those so far."""
-        if self._directory.finished:
-            summary: dict[str, Any] = self._directory.read_json("summary.json")
+        if self.directory.finished:
+            summary: dict[str, Any] = self.directory.read_json("summary.json")
             return summary
         return self.summarize()
 
@@ -68,7 +69,7 @@ class Result:
         accuracy (the earliest of equals). ``best_test`` is what the paper reports; it is chosen by
         test data, so it flatters, and is no result.
         """
-        lines = self._directory.lines("rounds.jsonl")
+        lines = self.directory.lines("rounds.jsonl")
         evaluated = [line for line in lines if "evaluation" in line]
         if not evaluated:
             raise RunError(f"{self.path} has no evaluated round yet")
@@ -94,7 +95,7 @@ class Result:
         return {
             "summary": self.summary,
             "config": self.experiment.to_mapping(),
-            "environment": self._directory.read_json("environment.json"),
+            "environment": self.directory.read_json("environment.json"),
             "directory": str(self.path),
         }
 
@@ -103,7 +104,7 @@ class Result:
         import pandas as pd
 
         rows = []
-        for line in self._directory.lines("rounds.jsonl"):
+        for line in self.directory.lines("rounds.jsonl"):
             for kind, numbers in line.get("evaluation", {}).items():
                 flat = {k: v for k, v in numbers.items() if not isinstance(v, dict)}
                 rows.append({"round": line["round"], "model": kind, **flat, **_total(line)})
@@ -113,7 +114,7 @@ class Result:
         """A row per evaluated round, model kind and client, with every metric that was recorded."""
         import pandas as pd
 
-        clients = self._directory.read_json("partition.json")["clients"]
+        clients = self.directory.read_json("partition.json")["clients"]
         rows = [
             {
                 "round": line["round"],
@@ -124,7 +125,7 @@ class Result:
                 "test_size": part_size(client, "test"),
                 **{name: values[number] for name, values in columns.items()},
             }
-            for line in self._directory.lines("clients.jsonl")
+            for line in self.directory.lines("clients.jsonl")
             for kind, columns in line.items()
             if kind != "round"
             for number, client in enumerate(clients)
@@ -136,7 +137,7 @@ class Result:
         """A client's final model, in evaluation mode (personal where there is one)."""
         if not (self.path / "models").is_dir():
             raise RunError(f"{self.path} has no models: {self._where_models_are()}")
-        index = self._directory.read_json("models/index.json")
+        index = self.directory.read_json("models/index.json")
         if not 0 <= client < len(index["clients"]):
             raise RunError(f"no client {client}: they are 0 … {len(index['clients']) - 1}")
         entry = index["clients"][client]
@@ -156,10 +157,10 @@ class Result:
     def _where_models_are(self) -> str:
         if (self.path / FEDERATION).is_file():
             return "they are at their sites"
-        if self._directory.finished:
+        if self.directory.finished:
             return "it was told to keep none"
-        if self._directory.failure:
-            return self._directory.failure
+        if self.directory.failure:
+            return self.directory.failure
         return f"they come at its end: perfed run --resume {self.path}"
 
     def table(self) -> str:
@@ -167,28 +168,24 @@ class Result:
         return self.tables()[0].text()
 
     def tables(self) -> list[Table]:
-        from perfed.report.tables import summary
+        from perfed.runs.tables import summary  # it needs results itself
 
         numbers = self.summary
         table = summary([numbers])
         if numbers["finished"]:
             return [table]
         so_far = f"Not finished: after round {numbers['rounds']} of {self.experiment.rounds}."
-        if self._directory.failure:
-            so_far += f" It diverged: {self._directory.failure}."
+        if self.directory.failure:
+            so_far += f" It diverged: {self.directory.failure}."
         return [dataclasses.replace(table, note=f"{table.note}\n{so_far}")]
 
     def plot(self, path: str | Path | None = None) -> Path:
         """Accuracy by round and by communication, as a PNG or PDF file."""
-        from perfed.report.figures import plot_comparison
-
-        return plot_comparison([self], Path(path or self.path / "accuracy.png"))
+        return drawing().plot([self], Path(path or self.path / "accuracy.png"))
 
     def report(self, path: str | Path | None = None) -> Path:
         """All there is to see of it, as one HTML file."""
-        from perfed.report.page import draw
-
-        return draw([self.path]).write(Path(path or self.path / "report.html"))
+        return drawing().page([self.path], Path(path or self.path / "report.html"))
 
     def __repr__(self) -> str:
         return f"Result({str(self.path)!r})"

@@ -17,8 +17,8 @@ from typing import Any
 
 from perfed.config import Comparison, Experiment, apply_override, parse
 from perfed.core.errors import ConfigError
+from perfed.core.layout import Table
 from perfed.core.streams import numpy_stream
-from perfed.report.layout import Table
 from perfed.runs.directory import RunDirectory
 from perfed.runs.result import headline
 from perfed.runs.study import Record, Study

@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from perfed.algorithms.local import Local
-from perfed.core.metrics import MODEL_NAMES
-from perfed.report.layout import Table
+from perfed.core.algorithm import Algorithm
+from perfed.core.layout import Table
 from perfed.runs.result import Result, headline_kind
 from perfed.runs.study import Gains, client_gains, record_of
 
@@ -59,7 +58,7 @@ def rows(summaries: Sequence[dict[str, Any]]) -> list[Row]:
 def cells(row: Row) -> list[str]:
     return [
         row.algorithm,
-        MODEL_NAMES.get(row.kind, row.kind),
+        row.kind,
         spread(row.values(lambda m: m["last"]["test_accuracy"])),
         spread(row.values(lambda m: m["chosen"]["test_accuracy"])),
         spread(row.values(lambda m: m["best_test"]["test_accuracy"])),
@@ -124,10 +123,13 @@ def against_local_record(runs: Sequence[Result]) -> dict[str, Any] | None:
     return {"local": reference.label(), "methods": methods}
 
 
-def gains_over_local(runs: Sequence[Result]) -> tuple[Local | None, dict[str, dict[int, Gains]]]:
+def gains_over_local(
+    runs: Sequence[Result],
+) -> tuple[Algorithm | None, dict[str, dict[int, Gains]]]:
     """Local training, and by method and seed each client's gain over it; of two ways to train
     alone that which trains the same clients at the same times."""
-    ways = [run.experiment.algorithm for run in runs if isinstance(run.experiment.algorithm, Local)]
+    methods = [run.experiment.algorithm for run in runs]
+    ways = [method for method in methods if method.reference]
     if not ways:
         return None, {}
     reference = min(ways, key=lambda way: way.trains_everyone())

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perfed.report import layout
-from perfed.report.layout import Table
+from perfed.core import layout
+from perfed.core.layout import Table
 
 TABLE = Table(
     "Who & how much",
