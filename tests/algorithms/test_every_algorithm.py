@@ -98,10 +98,10 @@ def test_a_client_first_drawn_in_round_300_starts_as_the_method_says() -> None:
 
     def late(name: str) -> tuple[Any, Any]:
         simulation = played(0, algorithm=name, models={"architectures": ["mlp"]})
-        simulation._select = lambda round: [0, 1]  # type: ignore[method-assign]
+        simulation.select = lambda round: [0, 1]  # type: ignore[method-assign]
         for round in range(2):
             simulation.play_round(round, Channel())
-        simulation._select = lambda round: [0, 5]  # type: ignore[method-assign]
+        simulation.select = lambda round: [0, 5]  # type: ignore[method-assign]
         before = simulation.progress.state
         simulation.play_round(300, Channel())
         assert simulation.progress.trained == [3, 2, 0, 0, 0, 1]
@@ -161,7 +161,7 @@ def test_only_messages_cross(name: str, tmp_path: Path) -> None:
     outcomes = []
     for wire in ([], [f"{__name__}:Bytes"]):
         simulation = played(3, algorithm=spec(name), models=MODELS, wire=wire)
-        columns = simulation.population.evaluate(simulation._evaluation_messages(3), 3)
+        columns = simulation.population.evaluate(simulation.evaluation_messages(3), 3)
         outcomes.append({k: v.tolist() for kind in columns.values() for k, v in kind.items()})
     assert outcomes[0] == outcomes[1]
 
@@ -213,7 +213,7 @@ def test_running_statistics_are_no_parameters() -> None:
 def test_batchnorm_buffers_are_averaged(name: str) -> None:
     """A global model whose running statistics stayed at their start would be useless."""
     simulation = played(1, algorithm=name, models={"architectures": [MODELS["architectures"][1]]})
-    message = simulation._evaluation_messages(0)[0]
+    message = simulation.evaluation_messages(0)[0]
     buffers = simulation.population.models(0, message, 0)["global"].buffers  # type: ignore[union-attr]
     assert float(buffers["1.running_mean"].abs().sum()) > 0
     assert int(buffers["1.num_batches_tracked"]) >= 2

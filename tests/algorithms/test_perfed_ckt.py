@@ -99,7 +99,7 @@ def test_weight_zero_is_local_training_to_the_bit(tmp_path: Path, batchnorm: str
 def test_c_equal_m_is_each_client_against_its_nearest_peer() -> None:
     simulation = simulate(algorithm={"name": "perfed-ckt", "clusters": 3})
     sent = {k: torch.rand(30, 10).softmax(-1) for k in range(3)}
-    simulation._merge(0, {k: Message(soft_decisions=s) for k, s in sent.items()})
+    simulation.merge(0, {k: Message(soft_decisions=s) for k, s in sent.items()})
     centroids = simulation.progress.state["centroids"]
     assert {tuple(c.flatten().tolist()) for c in centroids} == {
         tuple(s.flatten().tolist()) for s in sent.values()
@@ -109,7 +109,7 @@ def test_c_equal_m_is_each_client_against_its_nearest_peer() -> None:
 def test_one_cluster_teaches_the_plain_mean() -> None:
     simulation = simulate(algorithm={"name": "perfed-ckt", "clusters": 1})
     sent = {k: torch.rand(30, 10).softmax(-1) for k in range(3)}
-    simulation._merge(0, {k: Message(soft_decisions=s) for k, s in sent.items()})
+    simulation.merge(0, {k: Message(soft_decisions=s) for k, s in sent.items()})
     mean = torch.stack(list(sent.values())).double().mean(0).float()
     assert torch.equal(simulation.progress.state["centroids"][0], mean)
 

@@ -193,8 +193,8 @@ def test_the_server_pools_what_each_client_sent_last() -> None:
 
     early = {0: said(5, -9.0), 1: said(8, 0.5)}
     late = {0: said(5, 0.25), 2: said(3, 1.0)}
-    simulation._merge(0, early)
-    simulation._merge(1, late)
+    simulation.merge(0, early)
+    simulation.merge(1, late)
     state = simulation.progress.state
     last = [late[0], early[1], late[2]]
     expected = pooled_evidence(
@@ -227,7 +227,7 @@ def test_a_client_predicts_with_a_mixture_of_its_two_models(share: float) -> Non
     student = softmax(0.5 * logits(record.state["student"]) + np.log(mix))
     expected = (1 - share) * witness + share * student
 
-    message = simulation._evaluation_messages(2)[client]
+    message = simulation.evaluation_messages(2)[client]
     model = population.models(client, message, 2)["personal"]
     assert isinstance(model, Mixture) is (share > 0)
     judged = population.evaluate({client: message}, 2)["personal"]

@@ -204,12 +204,12 @@ def test_every_algorithm_declares_what_it_sends(name: str) -> None:
     assert None not in (declared.up, declared.down, declared.evaluation)
     models = {"architectures": ["mlp", {"name": "cnn", "batchnorm": True}]}
     simulation = played(3, algorithm=spec(name), models=models)
-    assert not simulation._refused
+    assert not simulation.refused
     declared = simulation.algorithm.messages()
-    server = simulation._server(3)
+    server = simulation.server(3)
     for client in range(3):
-        info, state = simulation._info(client), simulation.progress.state
-        facts = simulation._known(client)
+        info, state = simulation.info(client), simulation.progress.state
+        facts = simulation.known(client)
         check(simulation.algorithm.broadcast(server, state, info), declared.down, facts)
         check(
             simulation.algorithm.evaluation_message(server, state, info), declared.evaluation, facts

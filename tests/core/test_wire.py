@@ -123,7 +123,7 @@ def test_on_a_lossy_link_a_lie_counts_as_the_nearest_honest_message_or_not_at_al
     for lie, refused in (("rows of 1000", 0), ("1e30", 0), ("short", 3), ("NaN", 3), ("bool", 3)):
         wire = [f"{__name__}:Slightly", lying | {"lie": lie}]
         simulation = played(2, wire=wire)
-        assert len(simulation._refused) == refused
+        assert len(simulation.refused) == refused
         centroids = simulation.progress.state["centroids"]
         assert torch.allclose(centroids.sum(2), torch.ones(2, 30), atol=1e-5)
 

@@ -55,7 +55,7 @@ def played(how: Execution, rounds: int = 3, **changes: Any) -> Simulation:
     simulation.begin(channel)
     for round in range(rounds):
         simulation.play_round(round, channel)
-        assert not simulation._refused
+        assert not simulation.refused
     return simulation
 
 

@@ -37,7 +37,7 @@ class Lost(Stage):
 
 def after_two_rounds(name: str, wire: list[Any], everyone: bool = True) -> Any:
     simulation = simulate(algorithm=spec(name), models=SAME, wire=wire)
-    simulation._select = lambda round: [0, 1, 2, 3]  # type: ignore[method-assign]
+    simulation.select = lambda round: [0, 1, 2, 3]  # type: ignore[method-assign]
     from perfed.core.channel import Channel
 
     channel = Channel()
@@ -51,9 +51,9 @@ def after_two_rounds(name: str, wire: list[Any], everyone: bool = True) -> Any:
 def test_a_lie_is_refused_alone_and_merge_never_sees_it(name: str, lie: str) -> None:
     lying = {"name": "tests.hostile:Lying", "algorithm": name, "lie": lie}
     simulation = after_two_rounds(name, [lying])
-    assert list(simulation._refused) == [1]
-    assert LIES[name][lie][1] in simulation._refused[1]
-    assert "\n" not in simulation._refused[1]
+    assert list(simulation.refused) == [1]
+    assert LIES[name][lie][1] in simulation.refused[1]
+    assert "\n" not in simulation.refused[1]
     reference = after_two_rounds(name, [f"{__name__}:Lost"])
     ours, theirs = flatten(simulation.progress.state), flatten(reference.progress.state)
     assert ours.keys() == theirs.keys()
@@ -86,7 +86,7 @@ def test_where_nobody_is_admitted_the_state_stays(tmp_path: Path) -> None:
 
     simulation.play_round(1, Channel())
     assert simulation.progress.state is before
-    assert len(simulation._refused) == 3
+    assert len(simulation.refused) == 3
 
 
 @dataclass(frozen=True)
@@ -122,9 +122,9 @@ class Rows(Algorithm):
 
 def test_a_users_own_declaration_counts() -> None:
     simulation = played(1, algorithm=Rows())
-    assert not simulation._refused
+    assert not simulation.refused
     simulation = played(2, algorithm=Rows())
-    assert set(simulation._refused.values()) == {"rows: row 0 sums to 2, must be 1"}
+    assert set(simulation.refused.values()) == {"rows: row 0 sums to 2, must be 1"}
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def test_noise_makes_no_probability_negative(tmp_path: Path) -> None:
     plugin = Path(__file__).parents[1] / "plugins" / "gaussian_noise.py"
     noise = {"name": f"{plugin}:GaussianNoise", "deviation": 0.5}
     simulation = played(2, algorithm=spec("perfed-evidence"), models=MIXED, wire=[noise])
-    assert not simulation._refused
+    assert not simulation.refused
     for sent in simulation.progress.state["bank"].values():
         assert float(sent["soft_decisions"].min()) >= 0
         assert torch.allclose(sent["soft_decisions"].sum(1), torch.ones(30))

@@ -185,11 +185,11 @@ class FederatedRun(Coordinator):
         self._begin_round()
         while True:
             missing = max(1, self.options.minimum - len(replies))
-            patience = self.options.deadline if self._refused else float("inf")
-            self._wait_for(missing, without={*replies, *self._refused}, seconds=patience)
-            if len({*self.membership.present()} - {*replies, *self._refused}) < missing:
-                self._refused = {}  # they may have been mended meanwhile
-            clients = self._draw(round, wanted - len(replies), {*replies, *self._refused})
+            patience = self.options.deadline if self.refused else float("inf")
+            self._wait_for(missing, without={*replies, *self.refused}, seconds=patience)
+            if len({*self.membership.present()} - {*replies, *self.refused}) < missing:
+                self.refused = {}  # they may have been mended meanwhile
+            clients = self._draw(round, wanted - len(replies), {*replies, *self.refused})
             tasks = [Task(c, kind, round, message) for c, message in messages(clients).items()]
             answers = zip(tasks, (yield tasks), strict=True)
             answered = {task.client: answer for task, answer in answers if answer is not None}
@@ -200,7 +200,7 @@ class FederatedRun(Coordinator):
                 if "numbers" in answered[client].facts:
                     self.membership.numbers[client] = checked_numbers(answered[client].facts)
             for client in answered.keys() - replies.keys():
-                self._leave_out(client, self._nodes[client], self._refused[client])
+                self._leave_out(client, self._nodes[client], self.refused[client])
             if len(replies) >= self.options.minimum:
                 return replies
             self._say(
@@ -262,13 +262,13 @@ class FederatedRun(Coordinator):
 
     def _opening(self, channel: Channel) -> Steps[dict[str, Any] | None]:
         self._wait_for(self.options.start_with or self.experiment.clients)
-        self.progress.state = self.algorithm.start(self._server(-1))
+        self.progress.state = self.algorithm.start(self.server(-1))
         if not self.algorithm.has_opening:
             return None
         replies = yield from self._gather(
             FIRST, -1, lambda clients: dict.fromkeys(clients, Message()), channel
         )
-        self._merge(-1, replies)
+        self.merge(-1, replies)
         traffic = vars(channel.total).copy()
         return {
             "round": -1,
@@ -285,7 +285,7 @@ class FederatedRun(Coordinator):
                 ROUND, round, lambda clients: self._broadcast(round, clients, channel), channel
             )
         with self._timed("merge"):
-            self._merge(round, replies)
+            self.merge(round, replies)
         for client in replies:
             self.progress.trained[client] += 1
         return sorted(replies), difference(channel.total, before)
@@ -317,7 +317,7 @@ class FederatedRun(Coordinator):
         )
 
     def _ask_for_numbers(self, round: int) -> Steps[dict[int, Numbers]]:
-        messages = self._evaluation_messages(round, self.membership.present())
+        messages = self.evaluation_messages(round, self.membership.present())
         tasks = [Task(c, EVALUATE, round, message) for c, message in messages.items()]
         answers = yield tasks
         return {
@@ -326,8 +326,8 @@ class FederatedRun(Coordinator):
             if answer is not None
         }
 
-    def _merge(self, round: int, replies: Mapping[int, Message]) -> None:
-        super()._merge(round, replies)
+    def merge(self, round: int, replies: Mapping[int, Message]) -> None:
+        super().merge(round, replies)
         check_finite(round, {"the server": [*flatten(self.progress.state).items()]})
         try:
             json.dumps(self._described, allow_nan=False)  # as the round's line will have it
@@ -340,7 +340,7 @@ class FederatedRun(Coordinator):
         gone = set(range(self.experiment.clients)) - set(self.membership.present())
         return {"absent": {str(client): "is not there" for client in sorted(gone)} | self._absent}
 
-    def _server(self, round: int) -> Server:
+    def server(self, round: int) -> Server:
         there = Counter(member.architecture for member in self.membership.members.values())
         return self._server_for(round, dict.fromkeys(self._networks.labels, 0) | there)
 
@@ -354,12 +354,12 @@ class FederatedRun(Coordinator):
             self._public_x,
         )
 
-    def _info(self, client: int) -> ClientInfo:
+    def info(self, client: int) -> ClientInfo:
         member = self.membership.members[client]
         return ClientInfo(client, member.architecture, member.sizes["train"])
 
-    def _known(self, client: int) -> Known:
-        info, features = self._info(client), self.membership.members[client].features
+    def known(self, client: int) -> Known:
+        info, features = self.info(client), self.membership.members[client].features
         sizes = {"P": len(self._public_x), "N": self.options.classes}
         sizes |= {"F": features} if features else {}
         return Known(

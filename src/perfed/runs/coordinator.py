@@ -94,7 +94,7 @@ class Coordinator(ABC):
         self._described: dict[str, Any] = {}
         self._messages = self.algorithm.messages()
         self._link = Link(experiment.wire, experiment.seed)
-        self._refused: dict[int, str] = {}
+        self.refused: dict[int, str] = {}
         """Whose messages of this round were not admitted, and why."""
         self._broadcasts: dict[int, Message] = {}
         """What clients were sent in this round, as the algorithm wrote it."""
@@ -113,13 +113,13 @@ class Coordinator(ABC):
         self.records = records
 
     @abstractmethod
-    def _server(self, round: int) -> Server: ...
+    def server(self, round: int) -> Server: ...
 
     @abstractmethod
-    def _info(self, client: int) -> ClientInfo: ...
+    def info(self, client: int) -> ClientInfo: ...
 
     @abstractmethod
-    def _known(self, client: int) -> Known:
+    def known(self, client: int) -> Known:
         """By what a client's messages are measured."""
 
     @abstractmethod
@@ -247,15 +247,15 @@ class Coordinator(ABC):
     # The server's half of the wire.
 
     def _begin_round(self) -> None:
-        self._refused, self._broadcasts, self._next_links = {}, {}, {}
+        self.refused, self._broadcasts, self._next_links = {}, {}, {}
 
     def _broadcast(
         self, round: int, clients: Iterable[int], channel: Channel
     ) -> dict[int, Message]:
         """What crosses to each client. Sent twice in a round, it is twice the same."""
-        server = self._server(round)
+        server = self.server(round)
         written = {
-            client: self.algorithm.broadcast(server, self.progress.state, self._info(client))
+            client: self.algorithm.broadcast(server, self.progress.state, self.info(client))
             for client in clients
         }
         sent = {}
@@ -285,27 +285,27 @@ class Coordinator(ABC):
             except Refused as error:
                 refused[client] = str(error)
         channel.up(written, sent)
-        refused |= refusals(written, declared, self._known)
+        refused |= refusals(written, declared, self.known)
         admitted = {client: m for client, m in written.items() if client not in refused}
         moved = {str(client): states[client] for client in admitted if states[client]}
         if moved:
             self.progress.link = self.progress.link | moved
-        self._refused |= refused
+        self.refused |= refused
         return admitted
 
     def _refusal_facts(self) -> dict[str, Any]:
         """For the round's line: whose message was not admitted, and why."""
-        refused = {str(client): self._refused[client] for client in sorted(self._refused)}
+        refused = {str(client): self.refused[client] for client in sorted(self.refused)}
         return {"refused": refused} if refused else {}
 
-    def _evaluation_messages(
+    def evaluation_messages(
         self, round: int, clients: Iterable[int] | None = None
     ) -> dict[int, Message]:
         """What crosses to all clients, unless told to whom; counted apart from a round's."""
-        server = self._server(round)
+        server = self.server(round)
         written = {
             client: self.algorithm.evaluation_message(
-                server, self.progress.state, self._info(client)
+                server, self.progress.state, self.info(client)
             )
             for client in (self._everyone() if clients is None else clients)
         }
@@ -320,12 +320,12 @@ class Coordinator(ABC):
         crossed = vars(self._evaluation_channel.total)
         return {"evaluation_traffic": crossed, "evaluation": evaluation}
 
-    def _merge(self, round: int, replies: Mapping[int, Message]) -> None:
+    def merge(self, round: int, replies: Mapping[int, Message]) -> None:
         self._described = {}
         if not replies:  # nobody answered: the server knows what it knew
             return
-        ordered = [Reply(self._info(client), replies[client]) for client in sorted(replies)]
-        server = self._server(round)
+        ordered = [Reply(self.info(client), replies[client]) for client in sorted(replies)]
+        server = self.server(round)
         before = self.progress.state
         with torch_stream(self.experiment.seed, "server-module", round=round):
             self.progress.state = self.algorithm.merge(server, before, ordered)

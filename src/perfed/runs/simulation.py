@@ -185,25 +185,25 @@ class Simulation(Coordinator):
         return drive(self._round(round, channel), self.engine)
 
     def _opening(self, channel: Channel) -> Steps[dict[str, Any] | None]:
-        self.progress.state = self.algorithm.start(self._server(-1))
+        self.progress.state = self.algorithm.start(self.server(-1))
         if not self.algorithm.has_opening:
             return None
-        clients = self._select(-1)
+        clients = self.select(-1)
         nothing = {client: Message() for client in clients}
         (outcomes,) = yield [self.population.call("first_message", nothing, -1)]
         _check_outcomes(-1, outcomes)
         self._begin_round()
         admitted = self._admitted(-1, _replies(outcomes), channel)
-        if self._refused and not admitted:
-            client, reason = next(iter(self._refused.items()))
+        if self.refused and not admitted:
+            client, reason = next(iter(self.refused.items()))
             raise RunError(f"no first message is admitted; client {client}: {reason}")
-        self._merge(-1, admitted)
+        self.merge(-1, admitted)
         traffic = vars(channel.total).copy()
         return {"round": -1, "clients": clients, "traffic": traffic, "traffic_total": traffic}
 
     def _round(self, round: int, channel: Channel) -> Steps[tuple[list[int], dict[str, int]]]:
         before = dataclasses.replace(channel.total)
-        clients = self._everyone() if self.algorithm.trains_everyone() else self._select(round)
+        clients = self._everyone() if self.algorithm.trains_everyone() else self.select(round)
         self._begin_round()
         with self._timed("broadcast"):
             messages = self._broadcast(round, clients, channel)
@@ -212,7 +212,7 @@ class Simulation(Coordinator):
             (outcomes,) = yield [self.population.call("client_round", messages, round)]
         _check_outcomes(round, outcomes)
         with self._timed("merge"):
-            self._merge(round, self._admitted(round, _replies(outcomes), channel))
+            self.merge(round, self._admitted(round, _replies(outcomes), channel))
         self._warn_of_refusals(round)
         check_finite(round, {"the server": [*flatten(self.progress.state).items()]})
         self.engine.commit(self.population)
@@ -224,7 +224,7 @@ class Simulation(Coordinator):
 
     def _evaluate(self, round: int, directory: RunDirectory) -> Steps[dict[str, Any]]:
         with self._timed("evaluate"):
-            messages = self._evaluation_messages(round)
+            messages = self.evaluation_messages(round)
             (columns,) = yield [self.population.call("judge", messages, round)]
         for column in columns.values():
             losses = [(n, torch.tensor(v)) for n, v in column.items() if n.endswith("_loss")]
@@ -246,7 +246,7 @@ class Simulation(Coordinator):
         written: dict[bytes, str] = {}
         index: dict[str, dict[str, str]] = {}
         new: list[tuple[Path, bytes]] = []
-        messages = list(self._evaluation_messages(last).items())
+        messages = list(self.evaluation_messages(last).items())
         for start in range(0, len(messages), MODELS_AT_ONCE):
             few = dict(messages[start : start + MODELS_AT_ONCE])
             (made,) = yield [self.population.call("models", few, last)]
@@ -277,8 +277,8 @@ class Simulation(Coordinator):
 
     def _warn_of_refusals(self, round: int) -> None:
         """Nobody is hostile here: an algorithm, or its declaration, is not as its author thinks."""
-        for client, reason in list(self._refused.items())[:1]:
-            count = len(self._refused)
+        for client, reason in list(self.refused.items())[:1]:
+            count = len(self.refused)
             log.warning("round %d: refused %d; client %d: %s", round, count, client, reason)
 
     def _facts(self, clients: list[int]) -> dict[str, Any]:
@@ -313,7 +313,7 @@ class Simulation(Coordinator):
             client["architecture"] = architecture
         return record
 
-    def _server(self, round: int) -> Server:
+    def server(self, round: int) -> Server:
         return Server(
             self.experiment.seed,
             round,
@@ -323,14 +323,14 @@ class Simulation(Coordinator):
             self.population.public_x,
         )
 
-    def _info(self, client: int) -> ClientInfo:
+    def info(self, client: int) -> ClientInfo:
         architecture = self.population.architectures[client]
         return ClientInfo(client, architecture, self.population.train_size(client))
 
-    def _known(self, client: int) -> Known:
+    def known(self, client: int) -> Known:
         return self.population.known(client, self._broadcasts.get(client))
 
-    def _select(self, round: int) -> list[int]:
+    def select(self, round: int) -> list[int]:
         return select_clients(
             self.federation.train_sizes,
             self.experiment.clients_per_round,
