@@ -10,10 +10,16 @@ is a stage::
         exact = False
 
         def send(self, message, at, state):
-            return Message.from_arrays({n: t.half() for n, t in message.arrays.items()}), state
+            return cast(message, torch.float16), state
 
         def receive(self, message, at, state):
-            return Message.from_arrays({n: t.float() for n, t in message.arrays.items()}), state
+            return cast(message, torch.float32), state
+
+    def cast(message, dtype):
+        arrays = message.arrays.items()
+        return Message.from_arrays(
+            {name: t.to(dtype) if t.is_floating_point() else t for name, t in arrays}
+        )
 
 An experiment names its stages, ``wire: [half]`` or ``wire: [my_file.py:Half]``.
 
