@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from perfed.config import Training
+from perfed.core.admission import check
 from perfed.core.algorithm import Algorithm, Client, Judged
-from perfed.core.declaration import Known, check
+from perfed.core.declaration import Known
 from perfed.core.errors import ConfigError
 from perfed.core.message import Message
 from perfed.core.metrics import PARTS
