@@ -37,11 +37,10 @@ class Npz(Files):
     Images are channels first; bytes (uint8, 0 … 255) are scaled to −1 … 1.
     """
 
+    endings = (".npz", ".npy")
+
     path: str = option("", "the .npz file, or an .npy file of samples alone")
     labels: str = option("", "with an .npy file of samples: the .npy file of their labels")
-
-    def belongs(self, entry: Path) -> bool:
-        return entry.suffix == ".npz"
 
     def read_one(self, path: Path, labeled: bool) -> Contents:
         try:

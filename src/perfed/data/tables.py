@@ -74,6 +74,8 @@ class Csv(Places):
     of words become a feature for each word.
     """
 
+    endings = (".csv",)
+
     path: str = option("", "the .csv file")
     target: str = option("label", "the label column: what is predicted, words or numbers")
     client: str = option("", "the column with the client of each row; needs partition: given")
@@ -90,9 +92,6 @@ class Csv(Places):
             raise ConfigError(f"{self.separator!r} is not one character", "separator")
         if self.by_client and self.client:
             raise ConfigError("files by client, so no column is needed", "client")
-
-    def belongs(self, entry: Path) -> bool:
-        return entry.suffix.lower() == ".csv"
 
     def read(self, labeled: bool) -> Contents:
         """Words are numbered for all files at once, those of a public table among them."""
