@@ -58,7 +58,7 @@ def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
 def test_the_reference_says_what_docstrings_say(site: Path) -> None:
     text = (site / "api.html").read_text("utf-8")
     assert "Continue a run from its newest checkpoint" in text
-    assert "A row per evaluated round, model kind and client." in text
+    assert "A row per evaluated round, model kind and client" in text
     assert ":class:" not in text
     assert ":mod:" not in text
 
