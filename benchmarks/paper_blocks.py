@@ -11,7 +11,7 @@ from perfed.core import layout
 from perfed.core.layout import Table
 from perfed.paper import tables as paper_tables
 from perfed.paper.reproduce import SINGLE
-from perfed.paper.tables import Finding, Plan
+from perfed.paper.tables import Finding, TableRun
 from perfed.runs import tune
 from perfed.runs.tables import spread
 
@@ -23,18 +23,18 @@ def single(name: str) -> str:
 TABLE1 = ROOT / "benchmarks" / "results" / "paper-T50" / "table1"
 
 
-def table1_plan(settings: str) -> Plan:
-    plan = paper_tables.plan(1, quick=False)
-    return paper_tables.with_options(plan, settings, rounds=50, fractions=[0.1])
+def table1_run(settings: str) -> TableRun:
+    chosen = paper_tables.table_run(1, quick=False)
+    return paper_tables.with_options(chosen, settings, rounds=50, fractions=[0.1])
 
 
 def table1(settings: str) -> str:
-    plan = table1_plan(settings)
-    records = plan.study(TABLE1).records()
+    chosen = table1_run(settings)
+    records = chosen.study(TABLE1).records()
     first = next(iter(records.values()))
     seconds = sum(record.get("seconds", 0) for record in records.values())
     note = f"{len(records)} runs, {seconds / 60:.0f} minutes {machine(first['environment'])}."
-    return layout.markdown(paper_tables.tables(plan, records)) + f"\n\n{note}"
+    return layout.markdown(paper_tables.tables(chosen, records)) + f"\n\n{note}"
 
 
 def tuning_cifar() -> str:
@@ -108,9 +108,9 @@ def claims() -> str:
     """What the paper says, what was found, and a verdict."""
     found: dict[tuple[str, str], Finding] = {}
     for settings in ("paper", "tuned"):
-        plan = table1_plan(settings)
-        records = plan.study(TABLE1).records()
-        found |= {(settings, f.row.label): f for f in paper_tables.findings(plan, records)}
+        chosen = table1_run(settings)
+        records = chosen.study(TABLE1).records()
+        found |= {(settings, f.row.label): f for f in paper_tables.findings(chosen, records)}
 
     def last(settings: str, label: str) -> str:
         return spread(found[settings, label].values("last"))

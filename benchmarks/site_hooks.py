@@ -2,8 +2,8 @@
 
 The pages are read on a code host too, where a link such as ``../benchmarks/results`` leads to the
 file. The site has no such file: there it leads to the repository, if mkdocs.yml names one, and
-is otherwise shown as a path. CONTRIBUTING.md, which code hosts look for in the root, is a page of the
-site too.
+is otherwise shown as a path. CONTRIBUTING.md, which code hosts look for in the root, is a page of
+the site too.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from perfed.core.schema import Options, plain
 from perfed.core.tensorfile import write_atomically
 from perfed.data import Samples, datasets
 from perfed.data.readers import class_folders
-from perfed.data.tables import read_table
+from perfed.data.tables import read_sheet
 from perfed.explain import described
 from perfed.runs.simulation import Simulation
 
@@ -85,7 +85,7 @@ def likely_target(source: Mapping[str, Any]) -> str:
     try:
         if source.get("by_client"):
             path = min(path.glob("*.csv"))
-        columns = list(read_table(path).columns)
+        columns = list(read_sheet(path).columns)
     except PerfedError:  # what is wrong is said when the data is read
         return LIKELY_TARGETS[0]
     by_name = {column.lower(): column for column in columns}

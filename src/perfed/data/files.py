@@ -9,14 +9,6 @@ from typing import Literal
 from perfed.core.errors import ConfigError, DataError, shape_text
 from perfed.core.schema import option
 from perfed.data.datasets import datasets
-from perfed.data.own import (
-    COLOURS_HELP,
-    SIZE_HELP,
-    Contents,
-    Files,
-    checked_labels,
-    checked_samples,
-)
 from perfed.data.readers import (
     Images,
     Look,
@@ -26,6 +18,14 @@ from perfed.data.readers import (
     read_arrays,
     read_image_folders,
     read_pictures,
+)
+from perfed.data.sources import (
+    COLOURS_HELP,
+    SIZE_HELP,
+    Contents,
+    Files,
+    checked_labels,
+    checked_samples,
 )
 
 
