@@ -14,7 +14,7 @@ from perfed.core.layout import Table
 from perfed.paper import tables as paper_tables
 from perfed.paper.published import TABLE_1
 from perfed.paper.reproduce import SINGLE
-from perfed.paper.tables import Finding, Plan
+from perfed.paper.tables import Finding, TableRun
 from perfed.runs import tune
 from perfed.runs.study import Record
 from perfed.runs.tables import spread
@@ -28,23 +28,23 @@ FEW, ALL = 50, 500
 """Rounds: what the GPU time sufficed for at first, and the paper's."""
 
 
-def table1_plan(settings: str, rounds: int) -> Plan:
-    plan = paper_tables.plan(1, quick=False)
-    return paper_tables.with_options(plan, settings, rounds=rounds, fractions=[0.1])
+def table1_run(settings: str, rounds: int) -> TableRun:
+    chosen = paper_tables.table_run(1, quick=False)
+    return paper_tables.with_options(chosen, settings, rounds=rounds, fractions=[0.1])
 
 
-def table1_records(plan: Plan) -> dict[str, Record]:
-    folder = ROOT / "benchmarks" / "results" / f"paper-T{plan.rounds}" / "table1"
-    return plan.study(folder).records()
+def table1_records(chosen: TableRun) -> dict[str, Record]:
+    folder = ROOT / "benchmarks" / "results" / f"paper-T{chosen.rounds}" / "table1"
+    return chosen.study(folder).records()
 
 
 def table1(settings: str, rounds: int = FEW) -> str:
-    plan = table1_plan(settings, rounds)
-    records = table1_records(plan)
+    chosen = table1_run(settings, rounds)
+    records = table1_records(chosen)
     first = next(iter(records.values()))
     minutes = seconds_taken(records.values()) / 60
     note = f"{len(records)} runs, {minutes:.0f} minutes {machine(first['environment'])}."
-    return layout.markdown(paper_tables.tables(plan, records)) + f"\n\n{note}"
+    return layout.markdown(paper_tables.tables(chosen, records)) + f"\n\n{note}"
 
 
 def seconds_taken(records: Iterable[Record]) -> float:
@@ -156,8 +156,8 @@ def when_weight() -> str:
 
 def table1_rows(settings: str, rounds: int) -> dict[str, Finding]:
     """Those of which there are runs, by label."""
-    plan = table1_plan(settings, rounds)
-    return {f.row.label: f for f in paper_tables.findings(plan, table1_records(plan))}
+    chosen = table1_run(settings, rounds)
+    return {f.row.label: f for f in paper_tables.findings(chosen, table1_records(chosen))}
 
 
 def last_and_best(rows: Mapping[str, Finding]) -> str:

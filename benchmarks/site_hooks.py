@@ -2,17 +2,30 @@
 
 The pages are read on a code host too, where a link such as ``../benchmarks/results`` leads to the
 file. The site has no such file: there it leads to the repository, if mkdocs.yml names one, and
-is otherwise shown as a path.
+is otherwise shown as a path. CONTRIBUTING.md, which code hosts look for in the root, is a page of
+the site too.
 """
 
 from __future__ import annotations
 
 import posixpath
 import re
+from pathlib import Path
 from typing import Any
 
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 BRANCH = "main"
+ROOT_PAGES = {"CONTRIBUTING.md": "contributing.md"}  # in the root, and what they are on the site
+
+
+def on_files(files: Any, config: Any, **_: Any) -> Any:
+    from mkdocs.structure.files import File
+
+    root = Path(config.config_file_path).parent
+    for name, page in ROOT_PAGES.items():
+        text = (root / name).read_text("utf-8").replace("](docs/", "](")
+        files.append(File.generated(config, page, content=text))
+    return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
@@ -29,6 +42,8 @@ def with_links_out(markdown: str, folder: str, repository: str) -> str:
         if "://" in target or not path.startswith("../"):
             return match[0]
         path = path.removeprefix("../")
+        if path in ROOT_PAGES:
+            return f"[{text}]({ROOT_PAGES[path]}{anchor})"
         if repository:
             return f"[{text}]({repository.rstrip('/')}/blob/{BRANCH}/{path}{anchor})"
         return f"`{path}`" if path.endswith(text.strip("`")) else f"{text} (`{path}`)"

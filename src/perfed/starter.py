@@ -24,7 +24,7 @@ from perfed.core.schema import Options, plain
 from perfed.core.tensorfile import write_atomically
 from perfed.data import Samples, datasets
 from perfed.data.readers import class_folders
-from perfed.data.tables import read_table
+from perfed.data.tables import read_sheet
 from perfed.explain import described
 from perfed.runs.simulation import Simulation
 
@@ -46,10 +46,9 @@ def recognise(text: str) -> dict[str, Any]:
         return {"name": "huggingface", "path": text.removeprefix(HUB)}
     if path.is_dir():
         return _recognise_folder(path, text)
-    if path.suffix.lower() == ".csv":
-        return {"name": "csv", "path": text}
-    if path.suffix in (".npz", ".npy"):
-        return {"name": "npz", "path": text}
+    for name, endings in _endings().items():
+        if path.suffix.lower() in endings:
+            return {"name": name, "path": text}
     if ":" in text:
         return {"name": "torch", "path": text}
     if text in datasets and not hasattr(datasets[text], "path"):
@@ -64,13 +63,20 @@ def _recognise_folder(path: Path, text: str) -> dict[str, Any]:
     entries = sorted(path.iterdir())
     if any(class_folders(entry) for entry in entries if entry.is_dir()):
         return {"name": "images", "path": text, "by_client": True}
-    for suffix in ("csv", "npz"):
-        if any(entry.suffix == f".{suffix}" for entry in entries):
-            return {"name": suffix, "path": text, "by_client": True}
+    for name, endings in _endings().items():
+        if any(entry.suffix.lower() == endings[0] for entry in entries):
+            return {"name": name, "path": text, "by_client": True}
+    files = " or ".join(endings[0] for endings in _endings().values())
     raise ConfigError(
-        f"{path} holds neither folders of images by class nor a .csv or .npz file for each client",
+        f"{path} holds neither folders of images by class nor a {files} file for each client",
         "--data",
     )
+
+
+def _endings() -> dict[str, tuple[str, ...]]:
+    """By dataset, the endings of the names of its files."""
+    found = {name: getattr(datasets[name], "endings", ()) for name in sorted(datasets)}
+    return {name: endings for name, endings in found.items() if endings}
 
 
 def likely_target(source: Mapping[str, Any]) -> str:
@@ -79,7 +85,7 @@ def likely_target(source: Mapping[str, Any]) -> str:
     try:
         if source.get("by_client"):
             path = min(path.glob("*.csv"))
-        columns = list(read_table(path).columns)
+        columns = list(read_sheet(path).columns)
     except PerfedError:  # what is wrong is said when the data is read
         return LIKELY_TARGETS[0]
     by_name = {column.lower(): column for column in columns}

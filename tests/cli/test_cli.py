@@ -163,7 +163,15 @@ def test_list_names_everything_with_a_meaning(
     monkeypatch.setenv("COLUMNS", "200")
     assert perfed(monkeypatch, "list") == 0
     out = capsys.readouterr().out
-    for word in ("perfed-ckt", "vgg13-bn", "digits-groups", "shards", "npz", "clusters"):
+    for word in (
+        "perfed-ckt",
+        "vgg13-bn",
+        "digits-groups",
+        "shards",
+        "npz",
+        "clusters",
+        "balanced_accuracy",
+    ):
         assert word in out
     for line in out.splitlines():
         assert len(line.split()) != 1 or line.strip() in (
@@ -171,6 +179,7 @@ def test_list_names_everything_with_a_meaning(
             "models",
             "datasets",
             "partitions",
+            "metrics",
             "presets",
         )
     assert perfed(monkeypatch, "list", "nonsense") == 2

@@ -6,7 +6,7 @@ from perfed.runs.simulation import Simulation
 
 def test_it_shows_what_a_run_of_the_table_has() -> None:
     result = figure2.figure2(quick=True)
-    chosen = figure2.plan(2, quick=True)
+    chosen = figure2.table_run(2, quick=True)
     simulation = Simulation(chosen.experiment({"name": "local"}, chosen.fractions[0], 0))
     example = result["example"]
     assert example["architectures"] == simulation.population.architectures

@@ -10,10 +10,10 @@ from typer.testing import CliRunner
 from perfed.cli import app
 from perfed.paper.published import GRID, TABLE_1, TABLE_2
 from perfed.paper.tables import (
-    Plan,
+    TableRun,
     findings,
-    plan,
     plot,
+    table_run,
     tables,
     tuned_settings,
     with_options,
@@ -39,7 +39,7 @@ def test_what_the_text_of_the_paper_says_of_its_tables() -> None:
 
 @pytest.mark.parametrize("number", [1, 2])
 def test_every_row_has_its_runs(number: Any) -> None:
-    chosen = plan(number, quick=True)
+    chosen = table_run(number, quick=True)
     study = chosen.study("unused")
     for row in chosen.rows:
         names = [chosen.name(row.algorithm, 1 / 3, seed) for seed in (0, 1, 2)]
@@ -50,7 +50,7 @@ def test_every_row_has_its_runs(number: Any) -> None:
 
 
 def test_the_papers_settings() -> None:
-    whole = Plan()
+    whole = TableRun()
     experiment = whole.experiment({"name": "perfed-ckt", "clusters": 3}, 0.15, 2)
     training = experiment.training
     assert (training.learning_rate, training.batch_size) == (0.001, 64)
@@ -69,7 +69,9 @@ def test_the_tuned_settings_are_what_tuning_found() -> None:
         result = json.loads((RESULTS / "tune" / f"{name}.json").read_text())
         assert chosen == best(result), name
         assert all(seed >= 1000 for seed in result["seeds"])
-    experiment = Plan(settings="tuned").experiment({"name": "perfed-ckt", "clusters": 1}, 0.1, 0)
+    experiment = TableRun(settings="tuned").experiment(
+        {"name": "perfed-ckt", "clusters": 1}, 0.1, 0
+    )
     assert experiment.training.learning_rate == settings["perfed-ckt"]["training.learning_rate"]
     assert experiment.algorithm.weight == settings["perfed-ckt"]["algorithm.weight"]
 
@@ -95,7 +97,7 @@ def fake(seed: int, accuracy: list[float], kind: str = "personal") -> dict[str, 
 
 
 def test_gains_are_counted_client_by_client() -> None:
-    chosen = Plan(fractions=(0.1,), seeds=(0, 1))
+    chosen = TableRun(fractions=(0.1,), seeds=(0, 1))
     records = {
         "paper-C0.1-local-seed0": fake(0, [0.5, 0.5, 0.5, 0.5]),
         "paper-C0.1-local-seed1": fake(1, [0.4, 0.4, 0.4, 0.4]),
@@ -160,10 +162,10 @@ def test_bad_options(options: list[str], message: str, tmp_path: Path) -> None:
 
 
 def test_options_replace_the_plans_own() -> None:
-    chosen = with_options(plan(1, quick=False), "tuned", 50, "by-size", [0.1], [7])
+    chosen = with_options(table_run(1, quick=False), "tuned", 50, "by-size", [0.1], [7])
     assert (chosen.settings, chosen.rounds, chosen.selection) == ("tuned", 50, "by-size")
     assert (chosen.fractions, chosen.seeds) == ((0.1,), (7,))
-    assert with_options(plan(1, quick=True)) == plan(1, quick=True)
+    assert with_options(table_run(1, quick=True)) == table_run(1, quick=True)
 
 
 @pytest.mark.parametrize("name", ["figure1", "figure2", "theorem2"])
@@ -182,7 +184,7 @@ def in_every_form(name: str, folder: Path) -> Any:
 
 
 def test_a_shard_without_a_common_seed_is_shown_all_the_same() -> None:
-    chosen = Plan(fractions=(0.1,), seeds=(0, 1))
+    chosen = TableRun(fractions=(0.1,), seeds=(0, 1))
     records = {
         "paper-C0.1-local-seed0": fake(0, [0.5, 0.5, 0.5, 0.5]),
         "paper-C0.1-perfed-ckt-1-seed1": fake(1, [0.4, 0.5, 0.4, 0.4]),
@@ -193,7 +195,7 @@ def test_a_shard_without_a_common_seed_is_shown_all_the_same() -> None:
 
 
 def test_nothing_but_failures() -> None:
-    chosen = Plan(fractions=(0.1,), seeds=(0,))
+    chosen = TableRun(fractions=(0.1,), seeds=(0,))
     records = {"paper-C0.1-local-seed0": {"config": {}, "failed": "round 3: not finite"}}
     (without,) = tables(chosen, records)
     assert ["paper-C0.1-local-seed0", "round 3: not finite"] in [list(r) for r in without.rows]
@@ -203,7 +205,7 @@ def test_nothing_but_failures() -> None:
 def test_the_cost_does_not_depend_on_how_many_rounds_were_run(tmp_path: Path) -> None:
     costs_seen = set()
     for rounds in (2, 4):
-        chosen = Plan(fractions=(1 / 3,), seeds=(0,), rounds=rounds, quick=True)
+        chosen = TableRun(fractions=(1 / 3,), seeds=(0,), rounds=rounds, quick=True)
         whole = chosen.study(tmp_path / str(rounds))
         name = chosen.name({"name": "perfed-ckt", "clusters": 1}, 1 / 3, 0)
         study = Study(whole.folder, {name: whole.experiments[name]})

@@ -12,7 +12,7 @@ import typer
 
 import perfed
 from perfed import bench as timing
-from perfed.cli import catalogue, data, doctor, federation, own, paper, report, runs
+from perfed.cli import catalogue, configuration, data, doctor, federation, paper, report, runs
 from perfed.cli.options import DeviceOption, JsonOption
 from perfed.core.errors import PerfedError
 
@@ -35,8 +35,8 @@ _add(runs.compare)
 _add(report.report)
 _add(report.export)
 _add(catalogue.list_, "list")
-_add(own.init)
-_add(own.explain)
+_add(configuration.init)
+_add(configuration.explain)
 _add(paper.reproduce)
 _add(paper.tune)
 _add(doctor.doctor)

@@ -13,6 +13,7 @@ from rich.table import Table
 import perfed
 from perfed.config import preset_names, read_mapping
 from perfed.core.errors import ConfigError
+from perfed.core.metrics import metrics
 from perfed.core.objects import import_module, import_object
 from perfed.core.registry import Component, Registry
 from perfed.explain import about, described, shown_default
@@ -21,7 +22,10 @@ from perfed.explain import about, described, shown_default
 def list_(
     kind: Annotated[
         str | None,
-        typer.Argument(help="algorithms, models, datasets, partitions, stages or presets"),
+        typer.Argument(
+            help="algorithms, models, datasets, partitions, optimizers, schedules, stages, metrics "
+            "or presets"
+        ),
     ] = None,
     with_: Annotated[
         list[str] | None,
@@ -38,9 +42,11 @@ def list_(
         "models": perfed.architectures,
         "datasets": perfed.datasets,
         "partitions": perfed.partitions,
+        "optimizers": perfed.optimizers,
+        "schedules": perfed.schedules,
         "stages": perfed.stages,
     }
-    known = [*registries, "presets"]
+    known = [*registries, "metrics", "presets"]
     if kind is not None and kind not in known:
         raise ConfigError(f"'{kind}' is none of {', '.join(known)}", "list")
     shown = {title: {name: all_[name] for name in all_} for title, all_ in registries.items()}
@@ -51,6 +57,8 @@ def list_(
     for title in [kind] if kind else known:
         if title == "presets":
             _print_presets(console)
+        elif title == "metrics":
+            _print_metrics(console)
         elif shown[title] or kind:
             _print_components(console, title, shown[title])
 
@@ -92,6 +100,18 @@ def _print_components(console: Console, title: str, components: dict[str, type[C
         table.add_row(name, "", "", about(components[name]))
         for field in dataclasses.fields(components[name]):
             table.add_row("", field.name, shown_default(field), described(components[name], field))
+    console.print(table)
+    console.print()
+
+
+def _print_metrics(console: Console) -> None:
+    table = Table(
+        title="metrics", title_justify="left", title_style="bold", box=None, pad_edge=False
+    )
+    for column in ("name", "better", "meaning"):
+        table.add_column(column, style="bold" if column == "name" else None)
+    for one in metrics.values():
+        table.add_row(one.name, one.better, one.about)
     console.print(table)
     console.print()
 

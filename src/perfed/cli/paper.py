@@ -98,21 +98,24 @@ def reproduce(
         shown = made.tables(result)
         figure: Figure | None = made.plot(result)
     else:
-        plan = published_tables.with_options(
-            published_tables.plan(STUDIES[what], quick),
+        chosen = published_tables.with_options(
+            published_tables.table_run(STUDIES[what], quick),
             settings,
             rounds,
             selection,
             None if fractions is None else parse_numbers(fractions, "--fractions"),
             None if seeds is None else parse_seeds(seeds),
         )
-        study = plan.study(out / what)
+        study = chosen.study(out / what)
         how = execution(engine, workers, device, precision, None, checkpoint_seconds)
         _run_study(study, how, shard, seconds, side_by_side)
-        result, name = study.records(), plan.title
+        result, name = study.records(), chosen.title
         if not result:
             raise ConfigError(f"{study.folder} has no finished run yet", "reproduce")
-        shown, figure = published_tables.tables(plan, result), published_tables.plot(plan, result)
+        shown, figure = (
+            published_tables.tables(chosen, result),
+            published_tables.plot(chosen, result),
+        )
     if as_json:
         print(json.dumps(result))
         return

@@ -9,14 +9,6 @@ from typing import Literal
 from perfed.core.errors import ConfigError, DataError, shape_text
 from perfed.core.schema import option
 from perfed.data.datasets import datasets
-from perfed.data.own import (
-    COLOURS_HELP,
-    SIZE_HELP,
-    Contents,
-    Files,
-    checked_labels,
-    checked_samples,
-)
 from perfed.data.readers import (
     Images,
     Look,
@@ -26,6 +18,14 @@ from perfed.data.readers import (
     read_arrays,
     read_image_folders,
     read_pictures,
+)
+from perfed.data.sources import (
+    COLOURS_HELP,
+    SIZE_HELP,
+    Contents,
+    Files,
+    checked_labels,
+    checked_samples,
 )
 
 
@@ -37,11 +37,10 @@ class Npz(Files):
     Images are channels first; bytes (uint8, 0 … 255) are scaled to −1 … 1.
     """
 
+    endings = (".npz", ".npy")
+
     path: str = option("", "the .npz file, or an .npy file of samples alone")
     labels: str = option("", "with an .npy file of samples: the .npy file of their labels")
-
-    def belongs(self, entry: Path) -> bool:
-        return entry.suffix == ".npz"
 
     def read_one(self, path: Path, labeled: bool) -> Contents:
         try:

@@ -14,7 +14,8 @@ from perfed.core.extras import needed
 from perfed.core.schema import option
 from perfed.data.datasets import datasets
 from perfed.data.files import check_size
-from perfed.data.own import (
+from perfed.data.readers import Look, as_array
+from perfed.data.sources import (
     COLOURS_HELP,
     SIZE_HELP,
     Contents,
@@ -22,7 +23,6 @@ from perfed.data.own import (
     checked_samples,
     named_labels,
 )
-from perfed.data.readers import Look, as_array
 
 SAVED = ("state.json", "dataset_dict.json")  # what 'save_to_disk' leaves behind
 ARRAYS = ("Array2D", "Array3D", "Array4D", "Sequence", "List", "LargeList")

@@ -15,7 +15,7 @@ from perfed.core.objects import give, import_object
 from perfed.core.schema import option
 from perfed.core.streams import torch_stream
 from perfed.data.datasets import datasets
-from perfed.data.own import Contents, OwnData, checked_labels, checked_samples, content_hash
+from perfed.data.sources import Contents, OwnData, checked_labels, checked_samples, content_hash
 
 
 @datasets.register("torch")

@@ -20,13 +20,13 @@ import numpy as np
 from perfed.core.errors import ConfigError, DataError, did_you_mean
 from perfed.core.schema import option
 from perfed.data.datasets import Unlabeled, datasets
-from perfed.data.own import Contents, Places, content_hash, named_labels
+from perfed.data.sources import Contents, Places, content_hash, named_labels
 
 MOST_WORDS = 1000  # in a column; more are names, and no categories
 
 
 @dataclass(frozen=True)
-class Table:
+class Sheet:
     """The cells of a CSV file, by column, and where a row stood."""
 
     path: Path
@@ -56,11 +56,11 @@ class Feature:
     def titles(self) -> list[str]:
         return [f"{self.name}={word}" for word in self.words] or [self.name]
 
-    def values(self, table: Table) -> np.ndarray:
+    def values(self, sheet: Sheet) -> np.ndarray:
         """Rows × 1, or rows × words."""
-        cells = table.column(self.name, "path")
+        cells = sheet.column(self.name, "path")
         if not self.words:
-            return numbers(table, self.name)[:, None]
+            return numbers(sheet, self.name)[:, None]
         place = {word: number for number, word in enumerate(self.words)}
         return np.eye(len(self.words))[[place[cell] for cell in cells]]
 
@@ -73,6 +73,8 @@ class Csv(Places):
     Columns of numbers are standardised by the training rows of all clients, and no others; columns
     of words become a feature for each word.
     """
+
+    endings = (".csv",)
 
     path: str = option("", "the .csv file")
     target: str = option("label", "the label column: what is predicted, words or numbers")
@@ -91,15 +93,12 @@ class Csv(Places):
         if self.by_client and self.client:
             raise ConfigError("files by client, so no column is needed", "client")
 
-    def belongs(self, entry: Path) -> bool:
-        return entry.suffix.lower() == ".csv"
-
     def read(self, labeled: bool) -> Contents:
         """Words are numbered for all files at once, those of a public table among them."""
-        tables = self._tables()
-        own = list(tables.values())
+        sheets = self._sheets()
+        own = list(sheets.values())
         public = self.public if labeled and isinstance(self.public, Csv) else None
-        others = list(public._tables().values()) if public else []
+        others = list(public._sheets().values()) if public else []
         features = self._features(own, others)
         x = _encoded(features, own)
         titles = tuple(title for feature in features for title in feature.titles())
@@ -109,16 +108,16 @@ class Csv(Places):
             x,
             y,
             names,
-            self._client_ids(tables) if labeled else None,
+            self._client_ids(sheets) if labeled else None,
             public=_encoded(features, others) if others else None,
             columns=titles,
             unscaled=plain if self.scale == "standard" and plain.any() else None,
         )
 
-    def _tables(self) -> dict[str, Table]:
+    def _sheets(self) -> dict[str, Sheet]:
         """By client, where there is a file for each."""
         places = self.places()
-        return {name: read_table(place, self.separator) for name, place in places.items()}
+        return {name: read_sheet(place, self.separator) for name, place in places.items()}
 
     def _public(self, contents: Contents, seed: int) -> Unlabeled:
         if not isinstance(self.public, Csv):
@@ -127,7 +126,7 @@ class Csv(Places):
         index = self.public._drawn_public(len(contents.public), seed)
         return Unlabeled(contents.public[index], index, {"hash": content_hash(contents.public)})
 
-    def _features(self, own: Sequence[Table], others: Sequence[Table]) -> list[Feature]:
+    def _features(self, own: Sequence[Sheet], others: Sequence[Sheet]) -> list[Feature]:
         first = own[0]
         for name in (*self.ignore, *self.categories):
             first.column(name, "ignore" if name in self.ignore else "categories")
@@ -137,50 +136,50 @@ class Csv(Places):
             raise DataError(f"{first.path} has no column beside the label")
         return [self._feature(name, [*own, *others]) for name in names]
 
-    def _feature(self, name: str, tables: Sequence[Table]) -> Feature:
+    def _feature(self, name: str, sheets: Sequence[Sheet]) -> Feature:
         """Of numbers, if any cell is one: the cells that are none are then found, and named."""
-        columns = [table.column(name, "path") for table in tables]
+        columns = [sheet.column(name, "path") for sheet in sheets]
         if name not in self.categories and any(
             is_number(cell) for cells in columns for cell in cells
         ):
             return Feature(name)
         words: set[str] = set()
-        for table in tables:
-            cells = table.column(name, "path")
+        for sheet in sheets:
+            cells = sheet.column(name, "path")
             if "" in cells:
-                raise DataError(f"{table.cell(cells.index(''), name)} is empty")
+                raise DataError(f"{sheet.cell(cells.index(''), name)} is empty")
             words.update(cells)
         if len(words) > MOST_WORDS:
             raise DataError(
-                f"column '{name}' of {tables[0].path} has {len(words):,} different words: "
+                f"column '{name}' of {sheets[0].path} has {len(words):,} different words: "
                 "if it names its rows, list it under 'ignore'"
             )
         return Feature(name, tuple(sorted(words)))
 
-    def _labels(self, tables: Sequence[Table]) -> tuple[np.ndarray, tuple[str, ...]]:
+    def _labels(self, sheets: Sequence[Sheet]) -> tuple[np.ndarray, tuple[str, ...]]:
         labels: list[str] = []
-        for table in tables:
-            cells = table.column(self.target, "target")
+        for sheet in sheets:
+            cells = sheet.column(self.target, "target")
             for row, cell in enumerate(cells):
                 if not cell:
-                    raise DataError(f"{table.cell(row, self.target)} is empty: a row needs a label")
+                    raise DataError(f"{sheet.cell(row, self.target)} is empty: a row needs a label")
             labels += cells
         return named_labels(labels, f"column '{self.target}'")
 
-    def _client_ids(self, tables: Mapping[str, Table]) -> np.ndarray | None:
+    def _client_ids(self, sheets: Mapping[str, Sheet]) -> np.ndarray | None:
         if self.by_client:
-            return np.repeat(list(tables), [len(table) for table in tables.values()])
+            return np.repeat(list(sheets), [len(sheet) for sheet in sheets.values()])
         if self.client:
-            return np.array(tables[""].column(self.client, "client"))
+            return np.array(sheets[""].column(self.client, "client"))
         return None
 
 
-def _encoded(features: Sequence[Feature], tables: Sequence[Table]) -> np.ndarray:
-    rows = [np.hstack([feature.values(table) for feature in features]) for table in tables]
+def _encoded(features: Sequence[Feature], sheets: Sequence[Sheet]) -> np.ndarray:
+    rows = [np.hstack([feature.values(sheet) for feature in features]) for sheet in sheets]
     return np.concatenate(rows)
 
 
-def read_table(path: Path, separator: str = ",") -> Table:
+def read_sheet(path: Path, separator: str = ",") -> Sheet:
     if not path.is_file():
         raise DataError(f"no such file: {str(path)!r}")
     try:
@@ -190,7 +189,7 @@ def read_table(path: Path, separator: str = ",") -> Table:
         raise DataError(f"{path} cannot be read: {error}") from None
 
 
-def _read_rows(path: Path, rows: Iterator[list[str]]) -> Table:
+def _read_rows(path: Path, rows: Iterator[list[str]]) -> Sheet:
     header = [name.strip() for name in next(rows, [])]
     if not any(header):
         raise DataError(f"{path} is empty: the first line must name the columns")
@@ -211,7 +210,7 @@ def _read_rows(path: Path, rows: Iterator[list[str]]) -> Table:
     if not cells:
         raise DataError(f"{path} has a header and no rows")
     columns = zip(*cells, strict=True)
-    return Table(
+    return Sheet(
         path, {name: list(column) for name, column in zip(header, columns, strict=True)}, lines
     )
 
@@ -223,15 +222,15 @@ def is_number(cell: str) -> bool:
         return False
 
 
-def numbers(table: Table, name: str) -> np.ndarray:
+def numbers(sheet: Sheet, name: str) -> np.ndarray:
     """A column as numbers, or an error that says which cell is none."""
-    cells = table.columns[name]
+    cells = sheet.columns[name]
     bad = next((row for row, cell in enumerate(cells) if not is_number(cell)), None)
     if bad is None:
         return np.array([float(cell) for cell in cells])
     if not cells[bad]:
-        raise DataError(f"{table.cell(bad, name)} is empty")
+        raise DataError(f"{sheet.cell(bad, name)} is empty")
     raise DataError(
-        f"{table.cell(bad, name)}: {cells[bad]!r} is not a number; "
+        f"{sheet.cell(bad, name)}: {cells[bad]!r} is not a number; "
         "if the column holds categories, list it under 'categories'"
     )

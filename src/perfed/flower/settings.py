@@ -23,9 +23,9 @@ from perfed.data import (
 )
 from perfed.data.datasets import scaled
 from perfed.data.federation import SMALLEST_CLIENT, split_client
-from perfed.data.own import checked_samples
 from perfed.data.partition import Given
 from perfed.data.readers import read_arrays
+from perfed.data.sources import checked_samples
 from perfed.flower.protocol import public_hash
 from perfed.models import Architecture
 

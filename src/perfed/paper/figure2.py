@@ -18,7 +18,7 @@ from perfed.core.layout import Table
 from perfed.core.selection import select_clients
 from perfed.data import Federation, build_federation
 from perfed.models import Architecture, Models, parameter_count
-from perfed.paper.tables import COST_ROUNDS, plan
+from perfed.paper.tables import COST_ROUNDS, table_run
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -28,7 +28,7 @@ SEEDS, QUICK_SEEDS = 20, 3
 
 def figure2(quick: bool = False) -> dict[str, Any]:
     """Architectures and label counts of seed 0, and what several seeds have in common."""
-    chosen = plan(2, quick)
+    chosen = table_run(2, quick)
     draws = []
     for seed in range(QUICK_SEEDS if quick else SEEDS):
         experiment = chosen.experiment({"name": "local"}, chosen.fractions[0], seed)

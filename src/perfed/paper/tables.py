@@ -57,7 +57,7 @@ def tuned_settings() -> dict[str, dict[str, Any]]:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TableRun:
     """Which part of a table is run, and how."""
 
     table: Number = 1
@@ -144,11 +144,11 @@ HETEROGENEOUS: Mapping[str, list[Any]] = {
 }
 
 
-def plan(table: Number, quick: bool) -> Plan:
+def table_run(table: Number, quick: bool) -> TableRun:
     """The whole table; quick, on handwritten digits: some minutes on a CPU."""
     if quick:
-        return Plan(table=table, fractions=(1 / 3,), rounds=20, quick=True)
-    return Plan(table=table)
+        return TableRun(table=table, fractions=(1 / 3,), rounds=20, quick=True)
+    return TableRun(table=table)
 
 
 @dataclass(frozen=True)
@@ -184,27 +184,27 @@ class Finding:
         return COST_ROUNDS * statistics.mean(per_round)
 
 
-def findings(plan: Plan, records: Mapping[str, Record]) -> list[Finding]:
+def findings(chosen: TableRun, records: Mapping[str, Record]) -> list[Finding]:
     """The rows of which there are runs, by fraction."""
     found = []
-    for fraction in plan.fractions:
-        for row in plan.rows:
-            names = [plan.name(row.algorithm, fraction, seed) for seed in plan.seeds]
+    for fraction in chosen.fractions:
+        for row in chosen.rows:
+            names = [chosen.name(row.algorithm, fraction, seed) for seed in chosen.seeds]
             runs = tuple(records[n] for n in names if n in records and "failed" not in records[n])
             if runs:
                 found.append(Finding(row, fraction, runs))
     return found
 
 
-def tables(plan: Plan, records: Mapping[str, Record]) -> list[Table]:
+def tables(chosen: TableRun, records: Mapping[str, Record]) -> list[Table]:
     """For each fraction, the table, and who gains against local training."""
     shown = []
-    for fraction in plan.fractions:
-        here = [f for f in findings(plan, records) if f.fraction == fraction]
+    for fraction in chosen.fractions:
+        here = [f for f in findings(chosen, records) if f.fraction == fraction]
         if here:
-            shown.append(_accuracy_table(plan, fraction, here))
+            shown.append(_accuracy_table(chosen, fraction, here))
             shown.append(_gains_table(fraction, here))
-    missing = [row.label for row in plan.rows if not _has_run(plan, row, records)]
+    missing = [row.label for row in chosen.rows if not _has_run(chosen, row, records)]
     failed = [f"{name}: {r['failed']}" for name, r in records.items() if "failed" in r]
     if missing or failed:
         rows = [[label, "not run"] for label in missing]
@@ -213,11 +213,11 @@ def tables(plan: Plan, records: Mapping[str, Record]) -> list[Table]:
     return shown
 
 
-def _has_run(plan: Plan, row: Row, records: Mapping[str, Record]) -> bool:
+def _has_run(chosen: TableRun, row: Row, records: Mapping[str, Record]) -> bool:
     return any(
-        plan.name(row.algorithm, fraction, seed) in records
-        for fraction in plan.fractions
-        for seed in plan.seeds
+        chosen.name(row.algorithm, fraction, seed) in records
+        for fraction in chosen.fractions
+        for seed in chosen.seeds
     )
 
 
@@ -232,18 +232,18 @@ ACCURACY_NOTE = (
 )
 
 
-def _accuracy_table(plan: Plan, fraction: float, here: Sequence[Finding]) -> Table:
+def _accuracy_table(chosen: TableRun, fraction: float, here: Sequence[Finding]) -> Table:
     header = (
         *("", "seeds", "last", "of late", "chosen", "best*"),
         *("paper", "difference", "cost", "paper's cost"),
     )
     rows = []
     for finding in here:
-        paper = finding.row.published(plan.published_fraction(fraction))
+        paper = finding.row.published(chosen.published_fraction(fraction))
         best = finding.values("best_test")
         cost, published_cost = (
             finding.cost() / 1e7,
-            finding.row.published_cost(plan.published_fraction(fraction)),
+            finding.row.published_cost(chosen.published_fraction(fraction)),
         )
         rows.append(
             [
@@ -260,10 +260,10 @@ def _accuracy_table(plan: Plan, fraction: float, here: Sequence[Finding]) -> Tab
             ]
         )
     config = here[-1].records[0]["config"]
-    what = "handwritten digits in the place of CIFAR-10, " if plan.quick else ""
+    what = "handwritten digits in the place of CIFAR-10, " if chosen.quick else ""
     title = (
-        f"Table {plan.table}, C={fraction:.2g}, {plan.settings} settings: {what}"
-        f"{config['clients']} clients drawn {_DRAWN[plan.selection]}, {plan.rounds} rounds"
+        f"Table {chosen.table}, C={fraction:.2g}, {chosen.settings} settings: {what}"
+        f"{config['clients']} clients drawn {_DRAWN[chosen.selection]}, {chosen.rounds} rounds"
     )
     return Table(title, header, rows, ACCURACY_NOTE)
 
@@ -328,15 +328,15 @@ def gain_of_small_clients(finding: Finding, local: Finding) -> float:
     return statistics.mean(g for g, size, _ in _client_gains(finding, local) if size <= most)
 
 
-def plot(plan: Plan, records: Mapping[str, Record]) -> Figure | None:
+def plot(chosen: TableRun, records: Mapping[str, Record]) -> Figure | None:
     """Ours and the paper's accuracy, a line for each method; nothing where all have failed."""
     from matplotlib.figure import Figure  # not pyplot: a notebook's own backend stays as it is
 
-    found = findings(plan, records)
+    found = findings(chosen, records)
     if not found:
         return None
-    fractions = [c for c in plan.fractions if any(f.fraction == c for f in found)]
-    labels = [row.label for row in plan.rows if any(f.row is row for f in found)]
+    fractions = [c for c in chosen.fractions if any(f.fraction == c for f in found)]
+    labels = [row.label for row in chosen.rows if any(f.row is row for f in found)]
     figure = Figure(figsize=(2 + 4.2 * len(fractions), 1.4 + 0.3 * len(labels)))
     figure.set_layout_engine("constrained")
     axes = figure.subplots(1, len(fractions), sharey=True, squeeze=False)[0]
@@ -351,7 +351,7 @@ def plot(plan: Plan, records: Mapping[str, Record]) -> Figure | None:
                 deviation = 100 * statistics.stdev(values) if len(values) > 1 else 0.0
                 error = {"xerr": deviation} if marker == "o" else {"markersize": 9}
                 axis.errorbar(mean, height, fmt=marker, color=colour, label=name, **error)
-            if (paper := finding.row.published(plan.published_fraction(fraction))) is not None:
+            if (paper := finding.row.published(chosen.published_fraction(fraction))) is not None:
                 axis.errorbar(
                     paper[0], height, fmt="D", color="#D55E00", mfc="white", label="paper"
                 )
@@ -370,13 +370,13 @@ def plot(plan: Plan, records: Mapping[str, Record]) -> Figure | None:
 
 
 def with_options(
-    chosen: Plan,
+    chosen: TableRun,
     settings: str | None = None,
     rounds: int | None = None,
     selection: str | None = None,
     fractions: Sequence[float] | None = None,
     seeds: Sequence[int] | None = None,
-) -> Plan:
+) -> TableRun:
     """``chosen`` with what a user asked for instead."""
     if settings is not None and settings not in ("paper", "tuned"):
         raise ConfigError(f"'{settings}' is none of paper, tuned", "--settings")

@@ -111,7 +111,7 @@ class Result:
         return pd.DataFrame(rows)
 
     def per_client(self) -> pd.DataFrame:
-        """A row per evaluated round, model kind and client, with every metric that was recorded."""
+        """A row per evaluated round, model kind and client, with each metric that was recorded."""
         import pandas as pd
 
         clients = self.directory.read_json("partition.json")["clients"]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -149,11 +149,17 @@ class OwnData(Dataset):
 class Places(OwnData):
     """Base of sources that are files: all in one place, or in a place for each client."""
 
+    endings: ClassVar[tuple[str, ...]] = ()
+    """Of file names that ``perfed init`` takes for this kind of data; the first is that of a
+    client's file. None: a client's data is a folder."""
+
     by_client: bool = option(False, BY_CLIENT_HELP)
 
     def belongs(self, entry: Path) -> bool:
-        """Whether it holds a client's data, by its name; folders do."""
-        return entry.is_dir()
+        """Whether an entry of the folder is a client's data, by its name."""
+        if not self.endings:
+            return entry.is_dir()
+        return entry.suffix.lower() == self.endings[0]
 
     def places(self) -> dict[str, Path]:
         """Where each client's data is; where all of it is, under no name."""
