@@ -126,6 +126,8 @@ BLOCKS = {
     "options-models": lambda: options(perfed.Models),
     "options-execution": lambda: options(perfed.Execution),
     "options-algorithms": lambda: components(perfed.algorithms),
+    "options-optimizers": lambda: components(perfed.optimizers),
+    "options-schedules": lambda: components(perfed.schedules),
     "options-networks": lambda: components(perfed.architectures),
     "options-datasets": lambda: components(perfed.datasets),
     "options-partitions": lambda: components(perfed.partitions),

@@ -75,7 +75,7 @@ def test_nothing_is_left_out_and_nothing_is_there_twice() -> None:
 def test_values_and_defaults_in_words() -> None:
     assert explain("training.steps") == [
         "training.steps",
-        "  τ: SGD steps per round",
+        "  τ: training steps per round",
         "  a whole number, at least 1; default: 10",
     ]
     assert explain("selection")[2] == "  one of by-size, uniform; default: by-size"
@@ -134,7 +134,7 @@ def test_where_an_option_is_one_of_a_few_words_they_are_said() -> None:
     fields = {field.name: field for field in dataclasses.fields(Training)}
     said = described(Training, fields["public_batchnorm"])
     assert [said.count(word) for word in ("separate,", "private,", "shared,")] == [1, 1, 1]
-    assert described(Training, fields["steps"]) == "τ: SGD steps per round"
+    assert described(Training, fields["steps"]) == "τ: training steps per round"
     colours = {field.name: field for field in dataclasses.fields(datasets["images"])}["colours"]
     assert described(datasets["images"], colours).endswith(" (rgb or grey)")
     assert "by-size, with probability" in " ".join(commented(Experiment()).replace("#", "").split())

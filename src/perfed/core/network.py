@@ -18,11 +18,10 @@ from perfed.core.tree import Weights
 
 
 def outputs(
-    module: nn.Module, head: str, tensors: Mapping[str, Tensor], x: Tensor, what: What
+    module: nn.Module, head: str, tensors: dict[str, Tensor], x: Tensor, what: What
 ) -> Tensor:
     """One network's logits or features, in the precision of ``x``: a network may compute in fewer
     bits, what is made of its outputs does not."""
-    tensors = dict(tensors)
     if what == "logits":
         logits: Tensor = functional_call(module, tensors, (x,))
         return logits.to(x.dtype)
