@@ -34,7 +34,7 @@ def recorded_step() -> RecordedTraining:
         simulation = Simulation(experiment, how=how)
     population = simulation.population
     teacher = torch.full((len(population.public_x), 10), 0.1, device=simulation.device)
-    messages = dict.fromkeys(simulation._select(0), Message(teacher=teacher))
+    messages = dict.fromkeys(simulation.select(0), Message(teacher=teacher))
     simulation.engine.perform([population.call("client_round", messages, 0)])
     recordings = simulation.engine._recordings.values()  # type: ignore[attr-defined]
     return next(one for one in recordings if isinstance(one, RecordedTraining))

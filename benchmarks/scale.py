@@ -76,7 +76,7 @@ def measure(clients: int) -> dict[str, Any]:
             simulation.play_round(round, channel)
             seconds.append(time.perf_counter() - began)
         began = time.perf_counter()
-        simulation.population.evaluate(simulation._evaluation_messages(ROUNDS), ROUNDS)
+        simulation.population.evaluate(simulation.evaluation_messages(ROUNDS), ROUNDS)
     return {
         "clients": clients,
         "round_ms": 1e3 * statistics.median(seconds[5:]),

@@ -32,7 +32,7 @@ class SoftNeighbours(Algorithm):
     weight: float = option(1.0, "weight of agreement with the teacher", symbol="λ", ge=0)
     sharpness: float = option(5.0, "how fast weights fall with distance", ge=0)
 
-    needs_public_set = trains_on_public_set = True
+    needs_public_set = trains_on_public_set = has_opening = True
 
     def first_message(self, client: Client) -> Message:
         return Message(soft_decisions=client.soft_decisions())

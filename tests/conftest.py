@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,12 @@ from perfed import Experiment
 from perfed.core.channel import Channel
 from perfed.core.schema import from_mapping
 from perfed.engines import Execution
+from perfed.engines.precision import ISA, WITHOUT_TILES, bf16_crashes_here
 from perfed.runs.simulation import Simulation
+
+# The processes of pytest-xdist and those that tests start inherit it, and do not try again.
+if ISA not in os.environ and bf16_crashes_here():
+    os.environ[ISA] = WITHOUT_TILES
 
 # A machine may be busy: how long an example takes says nothing about whether it is right.
 settings.register_profile("perfed", deadline=None, suppress_health_check=[HealthCheck.too_slow])

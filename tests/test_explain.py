@@ -54,6 +54,15 @@ def test_every_key_of_an_experiment_is_explained(key: str) -> None:
     assert "; default: " in values
 
 
+def test_an_algorithm_says_what_crosses() -> None:
+    lines = [line.strip() for line in explain("perfed-ckt")]
+    assert "client → server: soft_decisions, |P|×N probabilities" in lines
+    assert "server → client: centroids, at most 3×|P|×N probabilities" in lines
+    assert "client → server: nothing" in [line.strip() for line in explain("local")]
+    assert explain("tests/plugins/eight_bit.py:EightBit")[0].endswith("(stage)")
+    assert any("import path" in line for line in explain("wire"))
+
+
 def test_nothing_is_left_out_and_nothing_is_there_twice() -> None:
     titles = [entry.title() for entry in entries()]
     assert len(set(titles)) == len(titles)
@@ -66,7 +75,7 @@ def test_nothing_is_left_out_and_nothing_is_there_twice() -> None:
 def test_values_and_defaults_in_words() -> None:
     assert explain("training.steps") == [
         "training.steps",
-        "  τ: SGD steps per round",
+        "  τ: training steps per round",
         "  a whole number, at least 1; default: 10",
     ]
     assert explain("selection")[2] == "  one of by-size, uniform; default: by-size"
@@ -93,6 +102,7 @@ def test_a_users_own_by_import_path() -> None:
         "  Mine, and nobody else's.",
         "  often: how often",
         "    a whole number, at least 1; default: 2",
+        "  messages: nothing is declared; any finite numbers are admitted",
     ]
     with pytest.raises(ConfigError, match="has no options"):
         explain(f"{__name__}:REGISTRIES")
@@ -124,7 +134,7 @@ def test_where_an_option_is_one_of_a_few_words_they_are_said() -> None:
     fields = {field.name: field for field in dataclasses.fields(Training)}
     said = described(Training, fields["public_batchnorm"])
     assert [said.count(word) for word in ("separate,", "private,", "shared,")] == [1, 1, 1]
-    assert described(Training, fields["steps"]) == "τ: SGD steps per round"
+    assert described(Training, fields["steps"]) == "τ: training steps per round"
     colours = {field.name: field for field in dataclasses.fields(datasets["images"])}["colours"]
     assert described(datasets["images"], colours).endswith(" (rgb or grey)")
     assert "by-size, with probability" in " ".join(commented(Experiment()).replace("#", "").split())

@@ -13,6 +13,7 @@ from perfed.core.algorithm import Algorithm, algorithms
 from perfed.core.errors import PerfedError
 from perfed.core.message import Message
 from perfed.core.tree import Weights
+from perfed.core.wire import Stage, stages
 from perfed.data import Split, datasets, partitions
 from perfed.engines import Execution
 from perfed.models import Models, architectures
@@ -49,6 +50,7 @@ __all__ = [
     "Result",
     "RoundReport",
     "Split",
+    "Stage",
     "Training",
     "Weights",
     "algorithms",
@@ -60,4 +62,5 @@ __all__ = [
     "partitions",
     "resume",
     "run",
+    "stages",
 ]

@@ -153,7 +153,7 @@ def time_training(simulation: Simulation) -> dict[str, Any]:
     population, experiment = simulation.population, simulation.experiment
     teacher = torch.full((len(population.public_x), population.classes), 1 / population.classes)
     message = Message(teacher=teacher.to(population.device))
-    clients = simulation._select(0)
+    clients = simulation.select(0)
 
     def work() -> None:
         simulation.engine.perform(
@@ -185,7 +185,7 @@ def time_round(simulation: Simulation) -> dict[str, Any]:
     def work() -> None:
         round = next(number)
         simulation.play_round(round, channel)
-        simulation.population.evaluate(simulation._evaluation_messages(round), round)
+        simulation.population.evaluate(simulation.evaluation_messages(round), round)
 
     _, seconds = timed(work, simulation.device, repeats=4 * REPEATS)
     return {"round_ms": 1e3 * seconds}

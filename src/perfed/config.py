@@ -14,7 +14,10 @@ from typing import Any, Literal, get_type_hints
 from perfed.core.algorithm import Algorithm
 from perfed.core.errors import ConfigError, did_you_mean
 from perfed.core.metrics import known_metric
+from perfed.core.optimizer import Optimizer
+from perfed.core.schedule import Schedule
 from perfed.core.schema import Options, from_mapping, option, to_mapping
+from perfed.core.wire import Stage
 from perfed.data import Dataset, Partition, Split
 from perfed.models import Models
 
@@ -23,13 +26,26 @@ DEFAULT_PRESET = "digits-groups"
 
 @dataclass(frozen=True)
 class Training(Options):
-    """A client's local training: plain SGD, no momentum, no weight decay."""
+    """A client's local training."""
 
     learning_rate: float = option(0.05, "η: the step size", gt=0)
-    decay: float = option(0.0, "round t uses η / (1 + decay·t); 0 keeps η constant", ge=0)
-    steps: int = option(10, "τ: SGD steps per round", ge=1)
+    schedule: Schedule = option("constant", "how η changes from round to round")
+    optimizer: Optimizer = option("sgd", "what makes a step of a gradient")
+    optimizer_state: Literal["new", "kept"] = option(
+        "new", "momentum and the like begin anew in each round, or stay with the client"
+    )
+    steps: int = option(10, "τ: training steps per round", ge=1)
+    epochs: int = option(
+        0,
+        "passes over a client's training data per round, in the place of 'steps'; samples are then "
+        "drawn without replacement; 0: count steps",
+        ge=0,
+    )
     batch_size: int = option(32, "b: private samples per step, drawn with replacement", ge=1)
     public_batch_size: int = option(64, "b': public samples per step, drawn with replacement", ge=1)
+    augment: tuple[Literal["flip", "crop"], ...] = option(
+        (), "random changes of private images: mirrored, or moved by up to four pixels"
+    )
     public_batchnorm: Literal["separate", "private", "shared"] = option(
         "separate",
         "which batches update BatchNorm's running statistics: separate, public batches have "
@@ -37,8 +53,26 @@ class Training(Options):
         "shared, both update the same ones",
     )
 
-    def learning_rate_at(self, round: int) -> float:
-        return self.learning_rate / (1.0 + self.decay * round)
+    @classmethod
+    def expand(cls, value: Any) -> Any:
+        """``decay`` of earlier configurations is a schedule now."""
+        if not isinstance(value, Mapping) or "decay" not in value:
+            return value
+        if "schedule" in value:
+            raise ConfigError("both 'decay' and 'schedule' are given", "decay")
+        rest = {key: item for key, item in value.items() if key != "decay"}
+        decay = value["decay"]
+        return rest | ({"schedule": {"name": "inverse", "decay": decay}} if decay else {})
+
+    def learning_rate_at(self, round: int, rounds: int) -> float:
+        """η in a round of a run of so many."""
+        return self.schedule.rate(self.learning_rate, round, rounds)
+
+    def steps_of(self, samples: int) -> int:
+        """How many steps a client with so many training samples makes in a round."""
+        if not self.epochs:
+            return self.steps
+        return -(-self.epochs * samples // self.batch_size)
 
 
 @dataclass(frozen=True)
@@ -79,6 +113,9 @@ class Experiment(Options):
     metrics: tuple[str, ...] = option(
         (), "metrics of your own to record beside perfed's, each as file.py:name"
     )
+    wire: tuple[Stage, ...] = option(
+        (), "what happens to messages between an algorithm and the network, in this order"
+    )
 
     def validate(self) -> None:
         for number, path in enumerate(self.metrics):
@@ -95,6 +132,12 @@ class Experiment(Options):
                 f"{self.clients_per_round} of {self.clients} clients a round: "
                 f"must be at most clients, {self.clients}",
                 "clients_per_round",
+            )
+        if self.algorithm.needs_plain_sgd and not self.training.optimizer.is_plain():
+            raise ConfigError(
+                f"'{self.algorithm.registered_name}' needs plain SGD: must be sgd, without "
+                "momentum, weight_decay and clip",
+                "training.optimizer",
             )
         try:
             self.algorithm.check(self.clients_per_round)

@@ -7,11 +7,13 @@ import sys
 import types
 import typing
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from difflib import get_close_matches
 from typing import Any, Literal, Union, get_args, get_origin
 
 from perfed.config import Comparison, Experiment, preset_names, preset_text
+from perfed.core.algorithm import Algorithm
+from perfed.core.declaration import lines as message_lines
 from perfed.core.errors import ConfigError
 from perfed.core.registry import Component, Registry
 from perfed.core.schema import BOUNDS, Options
@@ -73,7 +75,7 @@ def overview() -> list[str]:
 
 
 def component_lines(cls: type[Component], name: str) -> list[str]:
-    """A component's sentence, and its options."""
+    """A component's sentence, its options, and of an algorithm what crosses."""
     lines = [f"{name} ({cls.registry.kind})", f"  {about(cls)}"]
     for field in dataclasses.fields(cls):
         entry = _entry(cls, field, "", name)
@@ -81,6 +83,9 @@ def component_lines(cls: type[Component], name: str) -> list[str]:
             f"  {entry.key}: {entry.meaning}",
             f"    {entry.values}; default: {entry.default}",
         ]
+    required = [field for field in dataclasses.fields(cls) if field.default is MISSING]
+    if issubclass(cls, Algorithm) and not required:  # shapes may depend on options
+        lines += [f"  {line}" for line in message_lines(cls().messages())]
     return lines
 
 
@@ -112,7 +117,7 @@ def shown_default(field: dataclasses.Field[Any]) -> str:
         return ", ".join(map(str, value)) or "none"
     if isinstance(value, Options):
         return "as below"
-    if value in ("", None) or value is dataclasses.MISSING:
+    if value in ("", None) or value is MISSING:
         return "none"
     if isinstance(value, bool):
         return "true" if value else "false"
@@ -174,7 +179,10 @@ def _values(hint: Any, limits: str = "") -> str:
     if isinstance(hint, type) and issubclass(hint, Component):
         registry = hint.registry
         article = "an" if registry.kind[0] in "aeiou" else "a"
-        return f"{article} {registry.kind}, by name: {', '.join(registry)}; or by import path"
+        names = ", ".join(registry)
+        if not names:
+            return f"{article} {registry.kind}, by import path"
+        return f"{article} {registry.kind}, by name: {names}; or by import path"
     if isinstance(hint, type) and issubclass(hint, Options):
         return "keys and values"
     return WORDS.get(hint, "anything") + (limits if hint in (int, float) else "")
@@ -197,13 +205,13 @@ def _hints_of(key: str) -> Any:
 
 
 def _names(registry: Registry[Any]) -> list[str]:
-    width = max(map(len, registry))
+    width = max(map(len, registry), default=0)
     return [f"  {name:<{width}}  {about(registry[name])}" for name in sorted(registry)]
 
 
 def _named(key: str) -> Iterator[tuple[type[Component], str]]:
     """Components that go by a name, or by ``algorithm.NAME``."""
-    for prefix in ("algorithm", "data", "partition", "models.architectures"):
+    for prefix in ("algorithm", "data", "partition", "models.architectures", "wire"):
         registry = _group(prefix)
         assert registry is not None
         name = key.removeprefix(f"{prefix}.")
@@ -224,8 +232,9 @@ def _hint(key: str, known: list[Entry]) -> str:
     keys = list(dict.fromkeys(entry.key for entry in known))
     last = key.rpartition(".")[2]
     close = [name for name in keys if name.rpartition(".")[2] == last]
-    close = close or get_close_matches(key, keys, n=1, cutoff=0.6)
     if not close:
-        ends = {name.rpartition(".")[2]: name for name in reversed(keys)}
-        close = [ends[end] for end in get_close_matches(last, ends, n=1, cutoff=0.6)]
+        names = {name.rpartition(".")[2]: name for name in reversed(keys)}
+        names |= {name: name for name in keys}
+        found = [*get_close_matches(key, names, n=1), *get_close_matches(last, names, n=1)]
+        close = [names[name] for name in found[:1]]
     return f"; did you mean {' or '.join(repr(name) for name in close[:3])}?" if close else ""

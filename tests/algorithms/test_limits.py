@@ -15,7 +15,6 @@ from perfed.core.streams import stream_key
 from perfed.core.tree import Weights
 from perfed.engines import SequentialEngine
 from perfed.engines.base import Sgd
-from perfed.runs.result import tensors_of
 from perfed.runs.simulation import Simulation
 from tests.conftest import played, simulate, spec
 from tests.engines.clients import working_client
@@ -29,7 +28,7 @@ def after(rounds: int, algorithm: Any, **changes: Any) -> Simulation:
 
 
 def models(simulation: Simulation, kind: str, round: int = 3) -> list[dict[str, torch.Tensor]]:
-    messages = simulation._evaluation_messages(round)
+    messages = simulation.evaluation_messages(round)
     found = []
     for client, message in messages.items():
         model = simulation.population.models(client, message, round)[kind]
@@ -194,7 +193,7 @@ def test_fedfomo_explores_less_and_less_and_then_follows_affinity() -> None:
     simulation = simulate(algorithm={"name": "fedfomo", "candidates": 2})
     bank = {"mlp(hidden=8)": {str(k): None for k in range(5)}}
     state = {"bank": bank, "affinity": {"9": {"3": torch.tensor(0.7), "1": torch.tensor(0.2)}}}
-    info = perfed.core.algorithm.ClientInfo(9, "mlp(hidden=8)")
+    info = perfed.core.algorithm.ClientInfo(9, "mlp(hidden=8)", 5)
 
     def shares(round: int) -> tuple[float, float]:
         chosen = []
@@ -218,7 +217,7 @@ def test_fedfomo_keeps_an_architectures_models_until_it_answers_again() -> None:
     mlp, cnn = (engine.architectures.index(a) for a in ("mlp", "cnn(batchnorm=True)"))
     for round, client in enumerate((mlp, cnn)):
         model = working_client(engine, client, 0).weights
-        simulation._merge(round, {client: Message(model=model, amounts=torch.zeros(0))})
+        simulation.merge(round, {client: Message(model=model, amounts=torch.zeros(0))})
     bank = simulation.progress.state["bank"]
     assert set(bank["mlp"]) == {str(mlp)}
     assert set(bank["cnn(batchnorm=True)"]) == {str(cnn)}
@@ -227,7 +226,7 @@ def test_fedfomo_keeps_an_architectures_models_until_it_answers_again() -> None:
 def test_feddf_students_approach_the_ensemble() -> None:
     """Also across architectures: every student's public predictions move towards the teacher."""
     simulation = after(2, {"name": "feddf", "steps": 0})
-    server = simulation._server(9)
+    server = simulation.server(9)
     teacher = torch.rand(30, 10).mul(4).softmax(1)
     longer = perfed.algorithms.build({"name": "feddf", "steps": 200, "rate": 0.01})
 
@@ -252,10 +251,10 @@ def test_feddf_with_a_single_answer_is_fedavg_to_the_bit() -> None:
 
 def test_hypclusters_empty_cluster_stays_as_it_was() -> None:
     simulation = simulate(algorithm={"name": "hypcluster", "clusters": 3})
-    state = simulation.progress.state = simulation.algorithm.start(simulation._server(-1))
+    state = simulation.progress.state = simulation.algorithm.start(simulation.server(-1))
     architecture = simulation.population.architectures[0]
     other = state[architecture]["1"].clone()
-    simulation._merge(0, {0: Message(model=other, cluster=torch.tensor(2), samples=5)})
+    simulation.merge(0, {0: Message(model=other, cluster=torch.tensor(2), samples=5)})
     now = simulation.progress.state[architecture]
     assert now["0"] is state[architecture]["0"]
     assert now["1"] is state[architecture]["1"]
@@ -264,13 +263,13 @@ def test_hypclusters_empty_cluster_stays_as_it_was() -> None:
 
 def test_hypclusters_models_start_different_and_are_chosen_by_training_loss() -> None:
     simulation = simulate(algorithm={"name": "hypcluster", "clusters": 3})
-    state = simulation.progress.state = simulation.algorithm.start(simulation._server(-1))
+    state = simulation.progress.state = simulation.algorithm.start(simulation.server(-1))
     weights = [
         state[simulation.population.architectures[0]][str(c)].params["1.weight"] for c in range(3)
     ]
     assert not torch.equal(weights[0], weights[1])
     # Labels of the test part are made useless; the choice must not change.
-    message = simulation._evaluation_messages(0)[0]
+    message = simulation.evaluation_messages(0)[0]
     before = simulation.population.models(0, message, 0)["personal"].params["1.weight"]
     test = torch.as_tensor(simulation.federation.splits[0].test)
     simulation.population.y[test] = (simulation.population.y[test] + 5) % 10
@@ -291,12 +290,12 @@ def test_no_algorithm_looks_at_test_data(name: str, tmp_path: Path) -> None:
         simulation.begin(Channel())
         for round in range(3):
             simulation.play_round(round, Channel())
-        messages = simulation._evaluation_messages(3)
+        messages = simulation.evaluation_messages(3)
         judged = [
             model
             for k, m in messages.items()
             for model in simulation.population.models(k, m, 3).values()
         ]
-        return [tensors_of(model) for model in judged]
+        return [model.tensors() for model in judged]
 
     assert_equal(trained(True), trained(False))

@@ -102,7 +102,7 @@ class World:
     def rounds(self, count: int, channel: Channel | None = None) -> Iterator[tuple[int, list[int]]]:
         """The package's rounds, one by one: the number and the clients that were drawn."""
         simulation = self.simulation
-        simulation.progress.state = simulation.algorithm.start(simulation._server(-1))
+        simulation.progress.state = simulation.algorithm.start(simulation.server(-1))
         for round in range(count):
             drawn, _ = simulation.play_round(round, channel or Channel())
             assert len(drawn) == DRAWN
@@ -114,7 +114,7 @@ class World:
         return self.simulation.progress.state
 
     def judged(self, client: int, round: int) -> dict[str, Any]:
-        message = self.simulation._evaluation_messages(round)[client]
+        message = self.simulation.evaluation_messages(round)[client]
         return self.simulation.population.models(client, message, round)
 
     def initial(self, number: int = 0) -> Array:

@@ -99,7 +99,7 @@ def test_weight_zero_is_local_training_to_the_bit(tmp_path: Path, batchnorm: str
 def test_c_equal_m_is_each_client_against_its_nearest_peer() -> None:
     simulation = simulate(algorithm={"name": "perfed-ckt", "clusters": 3})
     sent = {k: torch.rand(30, 10).softmax(-1) for k in range(3)}
-    simulation._merge(0, {k: Message(soft_decisions=s) for k, s in sent.items()})
+    simulation.merge(0, {k: Message(soft_decisions=s) for k, s in sent.items()})
     centroids = simulation.progress.state["centroids"]
     assert {tuple(c.flatten().tolist()) for c in centroids} == {
         tuple(s.flatten().tolist()) for s in sent.values()
@@ -109,7 +109,7 @@ def test_c_equal_m_is_each_client_against_its_nearest_peer() -> None:
 def test_one_cluster_teaches_the_plain_mean() -> None:
     simulation = simulate(algorithm={"name": "perfed-ckt", "clusters": 1})
     sent = {k: torch.rand(30, 10).softmax(-1) for k in range(3)}
-    simulation._merge(0, {k: Message(soft_decisions=s) for k, s in sent.items()})
+    simulation.merge(0, {k: Message(soft_decisions=s) for k, s in sent.items()})
     mean = torch.stack(list(sent.values())).double().mean(0).float()
     assert torch.equal(simulation.progress.state["centroids"][0], mean)
 
@@ -203,7 +203,7 @@ def test_the_first_centroids_come_from_the_initial_set(tmp_path: Path) -> None:
 
 def test_a_decaying_step_decays() -> None:
     training = tiny(training={"learning_rate": 0.4, "decay": 0.5}).training
-    assert [training.learning_rate_at(t) for t in (0, 2, 6)] == pytest.approx([0.4, 0.2, 0.1])
+    assert [training.learning_rate_at(t, 10) for t in (0, 2, 6)] == pytest.approx([0.4, 0.2, 0.1])
 
 
 def test_what_the_server_says_of_its_centroids_is_logged(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from perfed.core.tree import Weights, combine
 from perfed.data import build_federation
 from perfed.engines import SequentialEngine
 from perfed.engines.base import ClientRecord
-from perfed.runs.result import MixedLogits, module_of, tensors_of
+from perfed.runs.model_file import JudgedModule, module_of
 from tests.conftest import played, simulate, tiny
 
 CLASSES = 4
@@ -193,8 +193,8 @@ def test_the_server_pools_what_each_client_sent_last() -> None:
 
     early = {0: said(5, -9.0), 1: said(8, 0.5)}
     late = {0: said(5, 0.25), 2: said(3, 1.0)}
-    simulation._merge(0, early)
-    simulation._merge(1, late)
+    simulation.merge(0, early)
+    simulation.merge(1, late)
     state = simulation.progress.state
     last = [late[0], early[1], late[2]]
     expected = pooled_evidence(
@@ -227,19 +227,17 @@ def test_a_client_predicts_with_a_mixture_of_its_two_models(share: float) -> Non
     student = softmax(0.5 * logits(record.state["student"]) + np.log(mix))
     expected = (1 - share) * witness + share * student
 
-    message = simulation._evaluation_messages(2)[client]
+    message = simulation.evaluation_messages(2)[client]
     model = population.models(client, message, 2)["personal"]
     assert isinstance(model, Mixture) is (share > 0)
     judged = population.evaluate({client: message}, 2)["personal"]
     likelihoods = expected[np.arange(len(x)), samples.y[split.test]]
     assert judged["test_loss"][client] == pytest.approx(-np.log(likelihoods).mean(), rel=1e-4)
 
-    def network(tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
-        module = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
-        module.load_state_dict(tensors)
-        return module
+    def network(name: str) -> tuple[torch.nn.Module, str]:
+        return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10)), "1"
 
-    said = module_of(tensors_of(model), network)(torch.tensor(x).float()).softmax(1)
+    said = module_of(model.tensors(), network)(torch.tensor(x).float()).softmax(1)
     assert np.allclose(said.detach().numpy(), expected, atol=1e-5)
 
 
@@ -302,7 +300,7 @@ def test_a_saved_model_predicts_as_it_was_judged(tmp_path: Path) -> None:
     mixtures = 0
     for client, split in enumerate(federation.splits):
         model = result.model(client)
-        mixtures += isinstance(model, MixedLogits)
+        mixtures += isinstance(model, JudgedModule)
         logits = model(torch.tensor(federation.samples.x[split.test]).float()).detach()
         y = torch.tensor(federation.samples.y[split.test]).long()
         loss = torch.nn.functional.cross_entropy(logits, y)
@@ -328,7 +326,7 @@ def test_a_file_keeps_a_networks_own_names_apart(tmp_path: Path) -> None:
     weights = Weights({n: p.detach() for n, p in network.named_parameters()}, {})
     student = Adjusted(weights, torch.tensor(0.5), torch.tensor([1.0, 0, -1]))
     model = Mixture((weights, student), torch.tensor([0.25, 0.75]))
-    tensorfile.save(tmp_path / "personal.safetensors", tensors_of(model))
+    tensorfile.save(tmp_path / "personal.safetensors", model.tensors())
     loaded = perfed.load_model(tmp_path / "personal.safetensors", OwnNames())
     taught = (0.5 * network(x) + student.offset).softmax(1)
     expected = 0.25 * network(x).softmax(1) + 0.75 * taught

@@ -46,7 +46,7 @@ def test_local_trains_everyone_or_those_drawn(tmp_path: Path) -> None:
 def test_fedavg_is_the_sample_weighted_mean_per_architecture_with_buffers() -> None:
     simulation = simulate(algorithm="fedavg", models=BATCHNORM, clients_per_round=6)
     engine = simulation.population
-    state = simulation.algorithm.start(simulation._server(0))
+    state = simulation.algorithm.start(simulation.server(0))
     assert set(state) == {"mlp", "cnn(batchnorm=True)"}
     trained, sizes = {}, simulation.federation.train_sizes
     for k in range(6):  # each client by itself, from the same start
@@ -78,7 +78,7 @@ def test_fedavg_with_one_client_is_sgd() -> None:
     models = []
     for algorithm in ("fedavg", "local"):
         simulation = played(3, algorithm=algorithm, **changes)
-        message = simulation._evaluation_messages(2)[0]
+        message = simulation.evaluation_messages(2)[0]
         (model,) = simulation.population.models(0, message, 2).values()
         models.append(model)
     for name, tensor in models[0].params.items():
@@ -87,11 +87,11 @@ def test_fedavg_with_one_client_is_sgd() -> None:
 
 def test_an_architecture_nobody_drew_keeps_its_global_model() -> None:
     simulation = simulate(algorithm="fedavg", models=BATCHNORM)
-    state = simulation.progress.state = simulation.algorithm.start(simulation._server(0))
+    state = simulation.progress.state = simulation.algorithm.start(simulation.server(0))
     k = simulation.population.architectures.index("mlp")
     reply = Message(model=state["mlp"], samples=3)
-    simulation._merge(0, {k: reply})
+    simulation.merge(0, {k: reply})
     kept = simulation.progress.state["cnn(batchnorm=True)"]
     assert kept is state["cnn(batchnorm=True)"]
-    simulation._merge(1, {})  # nobody answered at all
+    simulation.merge(1, {})  # nobody answered at all
     assert simulation.progress.state["cnn(batchnorm=True)"] is kept

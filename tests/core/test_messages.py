@@ -207,3 +207,90 @@ def test_a_file_that_cannot_be_written_leaves_no_part_of_it(
     with pytest.raises(OSError, match="No space left"):
         tensorfile.write_atomically(tmp_path / "kept", b"new")
     assert [(f.name, f.read_bytes()) for f in tmp_path.iterdir()] == [("kept", b"old")]
+
+
+def built(header: object, payload: bytes = b"") -> bytes:
+    text = json.dumps(header).encode() if not isinstance(header, bytes) else header
+    return len(text).to_bytes(8, "little") + text + payload
+
+
+def one(shape: object, offsets: object, dtype: str = "F32") -> dict[str, object]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+
+
+@pytest.mark.parametrize(
+    ("header", "payload"),
+    [
+        ({"a": one([2], [0, 8]), "b": one([2], [0, 8])}, 8),  # the same bytes twice
+        ({"a": one([2], [0, 8]), "b": one([2], [4, 12])}, 12),  # overlapping
+        ({"b": one([1], [4, 8]), "a": one([1], [0, 4])}, 8),  # not in order
+        ({"a": one([1], [4, 8])}, 8),  # a gap before
+        ({"a": one([1], [0, 4])}, 8),  # bytes that are nobody's
+        ({"a": one([2], [0, 4])}, 4),  # fewer bytes than the shape has
+        ({"a": one([-1], [0, 4])}, 4),
+        ({"a": one([-1, -1], [0, 4])}, 4),
+        ({"a": one([True], [0, 4])}, 4),
+        ({"a": one([1.0], [0, 4])}, 4),
+        ({"a": one([2**63, 2], [0, 4])}, 4),
+        ({"a": one([1] * 99, [0, 4])}, 4),
+        ({"a": one([1], [-4, 0])}, 4),
+        ({"a": one([1], [0, 4], "F31")}, 4),
+        ({"a": one([1], None)}, 4),
+        ({"__metadata__": {"a": 1}}, 0),
+        ({"__metadata__": ["a"]}, 0),
+        (b'{"a": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}, "a": 1}', 0),
+        (b"[" * 100_000, 0),
+        (b'{"a":' * 100_000, 0),
+        (b'{"a": ' + b"9" * 5000 + b"}", 0),
+    ],
+)
+def test_a_header_that_does_not_describe_its_payload_is_refused(
+    header: object, payload: int
+) -> None:
+    with pytest.raises(tensorfile.MALFORMED):
+        tensorfile.decode(built(header, bytes(payload)))
+
+
+def test_a_header_has_limits() -> None:
+    many = {str(n): one([0], [0, 0]) for n in range(tensorfile.MESSAGE.entries + 1)}
+    tensorfile.decode(built(many))
+    with pytest.raises(ValueError, match="tensors: must be at most"):
+        tensorfile.decode(built(many), tensorfile.MESSAGE)
+    with pytest.raises(ValueError, match="bytes: must be at most"):
+        tensorfile.decode(built(b" " * (tensorfile.MESSAGE.header + 1)), tensorfile.MESSAGE)
+    with pytest.raises(ValueError, match="bytes: must be at most"):  # before there is memory for it
+        tensorfile.decode((2**62).to_bytes(8, "little"))
+
+
+small = st.integers(-1, 3)
+nearly = st.dictionaries(
+    st.text("ab", min_size=1, max_size=2),
+    st.fixed_dictionaries(
+        {
+            "dtype": st.sampled_from(["F32", "U8", "BOOL", "I64"]),
+            "shape": st.lists(small, max_size=3),
+            "data_offsets": st.lists(st.integers(0, 24), min_size=2, max_size=2).map(sorted),
+        }
+    ),
+    max_size=3,
+)
+
+
+@given(nearly, st.binary(max_size=24))
+def test_what_is_decoded_is_exactly_what_was_sent(header: dict, payload: bytes) -> None:
+    """Never more than arrived; encoded again, the same bytes."""
+    try:
+        decoded, _ = tensorfile.decode(built(header, payload))
+    except tensorfile.MALFORMED:
+        return
+    assert sum(t.nbytes for t in decoded.values()) == len(payload)
+    assert tensorfile.encode(decoded)[-len(payload) :] == payload or not payload
+
+
+@given(st.dictionaries(names, tensors(), max_size=3), st.data())
+def test_flipped_bytes_give_tensors_or_a_known_error(content: dict, data: st.DataObject) -> None:
+    encoded = bytearray(tensorfile.encode(content))
+    for place in data.draw(st.lists(st.integers(0, len(encoded) - 1), max_size=4)):
+        encoded[place] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(*tensorfile.MALFORMED):
+        tensorfile.decode(bytes(encoded))

@@ -1,7 +1,11 @@
 """Where there is a GPU, every algorithm gives there what it gives on the CPU."""
 
+import functools
+import tempfile
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,25 +14,29 @@ from perfed import Execution
 from perfed.core.algorithm import Client
 from perfed.core.channel import Channel
 from perfed.core.message import Message
+from perfed.core.schema import from_mapping
 from perfed.engines.stacked.layers import Tensors, chain_of, run_chain
 from perfed.engines.stacked.stack import StackedModule
 from perfed.runs.simulation import Simulation
-from tests.conftest import tiny
+from tests.conftest import spec, tiny
+from tests.engines.test_training import BASE
+from tests.engines.test_training import SETTINGS as TRAININGS
+from tests.plugins.test_methods import CASES as METHODS
+from tests.plugins.test_methods import case
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 
 
-def losses(name: str, device: str, engine: str) -> list[float]:
-    spec = {"name": name, "clusters": 2} if name in ("perfed-ckt", "hypcluster") else name
-    models = ["mlp", {"name": "cnn", "batchnorm": True}]
-    simulation = Simulation(
-        tiny(algorithm=spec, models=models), how=Execution(device=device, engine=engine)
-    )
+def losses(device: str, engine: str, **changes: Any) -> list[float]:
+    """The test losses of all clients after three rounds."""
+    how = from_mapping(Execution, {"device": device, "engine": engine})
+    simulation = Simulation(tiny(**changes), how=how)
     channel = Channel()
     simulation.begin(channel)
     for round in range(3):
         simulation.play_round(round, channel)
-    columns = simulation.population.evaluate(simulation._evaluation_messages(3), 3)
+    messages = simulation.evaluation_messages(3)
+    columns = simulation.population.evaluate(messages, 3)
     return [value for kind in columns.values() for value in kind["test_loss"].tolist()]
 
 
@@ -51,9 +59,53 @@ def test_a_run_resumes_on_the_gpu(algorithm: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("engine", ["sequential", "stacked"])
 @pytest.mark.parametrize("name", list(perfed.algorithms))
 def test_the_same_numbers_on_the_gpu(name: str, engine: str) -> None:
-    assert losses(name, "cuda", engine) == pytest.approx(
-        losses(name, "cpu", "sequential"), rel=1e-3
+    changes = {"algorithm": spec(name), "models": ["mlp", {"name": "cnn", "batchnorm": True}]}
+    expected = losses("cpu", "sequential", **changes)
+    assert losses("cuda", engine, **changes) == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_the_same_training_on_the_gpu(name: str) -> None:
+    """Every optimizer, by steps and by epochs, with and without augmentation."""
+    changes = {"models": ["mlp", "cnn"], "training": BASE | TRAININGS[name]}
+    expected = losses("cpu", "sequential", **changes)
+    assert losses("cuda", "stacked", **changes) == pytest.approx(expected, rel=5e-3)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_same_methods_on_the_gpu(name: str) -> None:
+    """Features, heads, and two networks at once."""
+    expected = losses("cpu", "sequential", **case(name))
+    assert losses("cuda", "stacked", **case(name)) == pytest.approx(expected, rel=5e-3)
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_in_bf16_with_its_own_kernels_it_stays_finite(name: str) -> None:
+    how = Execution(device="cuda", engine="stacked", precision="bf16")
+    data = {"name": "npz", "path": str(noise()), "public": 0}
+    simulation = Simulation(
+        tiny(
+            data=data,
+            models=["vgg11-bn"],
+            partition="iid",
+            training=BASE | {"learning_rate": 1e-3} | TRAININGS[name],
+        ),
+        how=how,
     )
+    channel = Channel()
+    simulation.begin(channel)
+    simulation.play_round(0, channel)
+    assert any(simulation.progress.trained)
+
+
+@functools.cache
+def noise() -> Path:
+    """Images that show nothing, in a file."""
+    random = np.random.default_rng(0)
+    images = random.integers(0, 256, (600, 3, 32, 32), dtype=np.uint8)
+    path = Path(tempfile.mkdtemp()) / "noise.npz"
+    np.savez(path, x=images[:500], y=random.integers(0, 10, 500), public=images[500:])
+    return path
 
 
 class Drawing(perfed.Algorithm):
@@ -81,7 +133,7 @@ def test_no_steps_leave_a_model_as_it_is_on_the_gpu() -> None:
     experiment = tiny(algorithm={"name": "per-fedavg", "adaptation_steps": 0})
     simulation = Simulation(experiment, how=Execution(device="cuda", engine="stacked"))
     simulation.begin(Channel())
-    judged = simulation.population.models(0, simulation._evaluation_messages(0)[0], 0)
+    judged = simulation.population.models(0, simulation.evaluation_messages(0)[0], 0)
     adapted, model = (judged[kind].params for kind in ("personal", "global"))  # type: ignore[union-attr]
     assert all(torch.equal(adapted[name], model[name]) for name in model)
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from perfed.core.algorithm import supervised
 from perfed.core.errors import ConfigError
 from perfed.core.message import Message
+from perfed.core.tree import OWN
 from perfed.engines.base import EngineClient, Sgd, mini_batches
 from tests.conftest import simulate
 from tests.engines.clients import working_client
@@ -22,7 +23,8 @@ class WithDropout(nn.Sequential):
 
 def batches(client: EngineClient, steps: int, count: int = 1) -> list[Any]:
     """The private mini-batches of a client's first training."""
-    request = Sgd(client, client.weights, supervised, (), steps, 0.1, count, 0)
+    models = {OWN: client.weights}
+    request = Sgd(client, models, {OWN: {}}, True, supervised, (), steps, 0.1, count, 0, None)
     return [private for private, _ in mini_batches(request)]
 
 

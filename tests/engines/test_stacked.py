@@ -89,7 +89,7 @@ def contents(simulation: Simulation) -> dict[str, Tensor]:
     """Everything a simulation has produced, by name."""
     records = simulation.population.records
     clients = {str(k): {"model": records[k].weights, "state": records[k].state} for k in records}
-    messages = simulation._evaluation_messages(9)
+    messages = simulation.evaluation_messages(9)
     columns = simulation.population.evaluate(messages, 9)
     judged = {
         kind: {name: torch.tensor(values) for name, values in column.items()}
@@ -146,7 +146,7 @@ def test_nothing_is_recorded_again_for_another_size_or_rate() -> None:
     play(simulation, 1)
     seen = set()
     for round in range(1, 8):
-        drawn = simulation._select(round)
+        drawn = simulation.select(round)
         seen.add(tuple(sorted(simulation.population.architectures[k] for k in drawn)))
         simulation.play_round(round, Channel())
     assert len(seen) > 2
@@ -333,7 +333,7 @@ def mean_square(model: Network, private: Private, public: None) -> Tensor:
 @pytest.mark.parametrize("begin", [partial(Simulation, how=SEQUENTIAL), stacked, recording])
 def test_no_steps_leave_a_model_as_it_is(begin: Callable[..., Simulation]) -> None:
     simulation = begin(tiny(algorithm={"name": "per-fedavg", "adaptation_steps": 0}))
-    for client, message in play(simulation, 1)._evaluation_messages(1).items():
+    for client, message in play(simulation, 1).evaluation_messages(1).items():
         judged = simulation.population.models(client, message, 1)
         adapted, model = (judged[kind].params for kind in ("personal", "global"))  # type: ignore[union-attr]
         assert all(torch.equal(adapted[name], model[name]) for name in model)

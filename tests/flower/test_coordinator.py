@@ -18,9 +18,10 @@ from perfed import Result
 from perfed.core import tensorfile
 from perfed.core.errors import PerfedError, RunError
 from perfed.core.message import Message
-from perfed.flower import coordinator as module
 from perfed.flower.coordinator import coordinate
-from perfed.flower.protocol import EVALUATE, FIRST, JOIN, ROUND, Envelope, Refused
+from perfed.flower.membership import introduction
+from perfed.flower.numbers import NEEDED, checked_numbers
+from perfed.flower.protocol import EVALUATE, FIRST, JOIN, ROUND, Envelope, Header, Refused
 from tests.flower.setting import (
     MODELS,
     Desk,
@@ -350,7 +351,7 @@ def test_an_answer_to_another_round_is_ignored(tmp_path: Path) -> None:
             for name, answer in arrived.items():
                 header = answer.header  # type: ignore[union-attr]
                 if (header.kind, header.round) == (ROUND, 1):
-                    old = module.Header(ROUND, header.run, 0, header.public)
+                    old = Header(ROUND, header.run, 0, header.public)
                     arrived[name] = Envelope(old, answer.message)  # type: ignore[union-attr]
                     break
             return arrived
@@ -373,15 +374,15 @@ def test_the_reports_of_a_simulation_work_on_a_federation(tmp_path: Path) -> Non
 
 
 def numbers(**changes: Any) -> dict[str, Any]:
-    return dict.fromkeys(module.NEEDED, 0.5) | changes
+    return dict.fromkeys(NEEDED, 0.5) | changes
 
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda inner: (
         st.lists(inner, max_size=3)
-        | st.dictionaries(st.text() | st.sampled_from(module.NEEDED), inner, max_size=5)
-        | st.fixed_dictionaries(dict.fromkeys(module.NEEDED, inner))
+        | st.dictionaries(st.text() | st.sampled_from(NEEDED), inner, max_size=5)
+        | st.fixed_dictionaries(dict.fromkeys(NEEDED, inner))
         | st.fixed_dictionaries({"personal": inner})
         | st.fixed_dictionaries({"train": inner, "validation": inner, "test": inner})
     ),
@@ -394,9 +395,9 @@ KNOWN = ("client", "sizes", "architecture", "site", "numbers")
 @example([1])
 def test_any_facts_are_an_introduction_or_refused(facts: Any) -> None:
     with contextlib.suppress(Refused):
-        module._introduction(facts, 3)
+        introduction(facts, 3)
     with contextlib.suppress(Refused):
-        module._numbers({"numbers": facts})
+        checked_numbers({"numbers": facts})
 
 
 @pytest.mark.parametrize(
@@ -467,7 +468,15 @@ def test_an_answer_that_does_not_fit_the_others_is_left_out(oddity: str, tmp_pat
 
     result = run(folder, Odd(desk(folder).sites))
     assert result.summary["finished"]
-    assert "does not fit" in lines(result.path, "rounds.jsonl")[-1]["absent"]["1"]
+    reason = {
+        "another name": "an unknown array 'other', must be soft_decisions",
+        "another shape": "soft_decisions: is 3×10, must be |P|×N (30×10)",
+        "nothing": "soft_decisions: is missing",
+        "too large": "soft_decisions: has 3e+38, more than can be summed",
+    }[oddity]
+    _, first, *_ = lines(result.path, "rounds.jsonl")
+    assert first["clients"] == [0, 2]
+    assert first["absent"]["1"] == first["refused"]["1"] == reason
 
 
 def test_the_final_models_are_judged_though_nobody_answers_at_first(tmp_path: Path) -> None:

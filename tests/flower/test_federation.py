@@ -13,11 +13,11 @@ import torch
 
 from perfed import Result
 from perfed.core import tensorfile
+from perfed.core.judged import Mixture
 from perfed.flower.certificates import write_certificates, write_node_key
 from perfed.flower.coordinator import coordinate
 from perfed.flower.initialise import APP
 from perfed.flower.protocol import Envelope
-from perfed.runs.result import SHARES
 from tests.flower.processes import Network, Process, network, wait_until
 from tests.flower.setting import desk, personal_checkpoint, simulated, write_federation
 
@@ -142,7 +142,7 @@ def test_with_tls_only_registered_sites_take_part(tmp_path: Path) -> None:
         assert "certificate" in misled.text().lower()
     assert_personal_models_of(folder, simulated(tmp_path / "simulation", **changes))
     files = [tensorfile.load(personal_checkpoint(folder, client)) for client in range(3)]
-    assert any(SHARES in file for file in files)  # of two models
+    assert any(Mixture.marker in file for file in files)  # of two models
 
 
 def assert_only_sites_pass(port: int, certificates: Path) -> None:

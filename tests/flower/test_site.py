@@ -29,6 +29,7 @@ PLAN = Plan(
     "trial",
     0,
     3,
+    9,
     10,
     "common",
     Training(steps=2, batch_size=8, public_batch_size=8, learning_rate=0.1),
@@ -99,7 +100,7 @@ def test_runs_do_not_touch_each_other(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("task", "reason"),
     [
-        (lambda h: replace(h, protocol=PROTOCOL + 1), "version 2 of the protocol, this side 1"),
+        (lambda h: replace(h, protocol=PROTOCOL + 1), "version 3 of the protocol, this side 2"),
         (lambda h: replace(h, public="0" * 32), "the public set of the coordinator is 0000"),
         (lambda h: replace(h, run="trial-9"), "has not joined trial-9"),
         (lambda h: replace(h, run="../../etc"), "is no run's id"),

@@ -20,6 +20,7 @@ from perfed.core.algorithm import (
     supervised,
     weighted_average,
 )
+from perfed.core.declaration import SAMPLES, Messages, Model
 from perfed.core.message import Message
 from perfed.core.tree import Tree, Weights
 
@@ -27,6 +28,12 @@ from perfed.core.tree import Tree, Weights
 @algorithms.register("fedavg")
 @dataclass(frozen=True)
 class FedAvg(Algorithm):
+    evaluated_with_server = True
+
+    def messages(self) -> Messages:
+        model = {"model": Model()}
+        return Messages(up={**model, "samples": SAMPLES}, down=model, evaluation=model)
+
     def start(self, server: Server) -> Tree:
         return {architecture: server.initial(architecture, 0) for architecture in server.population}
 

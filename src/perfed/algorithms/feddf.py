@@ -52,7 +52,7 @@ class FedDF(FedAvg):
     ) -> Weights:
         module = server.modules[architecture].train()
         student = student.clone()
-        optimizer = torch.optim.Adam(trainable(module, student), lr=self.rate)
+        optimizer = torch.optim.Adam(trainable(module, student).values(), lr=self.rate)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.steps)
         key = stream_key(server.seed, f"server/distillation/{architecture}", round=server.round)
         public = server.public_x

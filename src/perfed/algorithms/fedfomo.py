@@ -33,6 +33,7 @@ from perfed.core.algorithm import (
     algorithms,
     supervised,
 )
+from perfed.core.declaration import Array, AsMany, AtMost, Messages, Model, Numbered, Reals
 from perfed.core.message import Message
 from perfed.core.schema import option
 from perfed.core.streams import numpy_stream
@@ -45,6 +46,14 @@ class FedFomo(Algorithm):
     candidates: int = option(5, "M: models a client receives", ge=1)
     exploration: float = option(0.3, "ε: chance that candidates are drawn at random", ge=0, le=1)
     exploration_decay: float = option(0.05, "how much ε falls each round", ge=0)
+
+    def messages(self) -> Messages:
+        amounts = Array((AsMany("candidates"),), Reals(0, 1))
+        return Messages(
+            up={"model": Model(), "amounts": amounts},
+            down={"candidates": Numbered(Model(), AtMost(self.candidates))},
+            evaluation={},
+        )
 
     def broadcast(self, server: Server, state: Tree, client: ClientInfo) -> Message:
         bank = state.get("bank", {}).get(client.architecture, {})

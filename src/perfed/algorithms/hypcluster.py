@@ -25,6 +25,7 @@ from perfed.core.algorithm import (
     supervised,
     weighted_average,
 )
+from perfed.core.declaration import SAMPLES, Array, Messages, Model, Numbered, Whole
 from perfed.core.message import Message
 from perfed.core.schema import option
 from perfed.core.tree import Tree, Weights, combine
@@ -34,6 +35,14 @@ from perfed.core.tree import Tree, Weights, combine
 @dataclass(frozen=True)
 class HypCluster(Algorithm):
     clusters: int = option(3, "how many global models", symbol="c", ge=1)
+
+    evaluated_with_server = True
+
+    def messages(self) -> Messages:
+        models = {"models": Numbered(Model(), self.clusters)}
+        cluster = Array((), Whole(0, self.clusters - 1))
+        up = {"model": Model(), "cluster": cluster, "samples": SAMPLES}
+        return Messages(up=up, down=models, evaluation=models)
 
     def start(self, server: Server) -> Tree:
         return {

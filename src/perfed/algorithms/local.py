@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from perfed.core.algorithm import Algorithm, Client, algorithms, supervised
+from perfed.core.declaration import Messages
 from perfed.core.message import Message
 from perfed.core.schema import option
 
@@ -27,6 +28,9 @@ class Local(Algorithm):
 
     def trains_everyone(self) -> bool:
         return self.participation == "all"
+
+    def messages(self) -> Messages:
+        return Messages(up={}, down={}, evaluation={})
 
     def client_round(self, client: Client, message: Message) -> Message:
         client.weights = client.sgd(client.weights, supervised)

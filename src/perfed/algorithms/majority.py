@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from perfed.core.algorithm import Algorithm, ClassPrior, Client, Judged, algorithms
+from perfed.core.declaration import Messages
 from perfed.core.message import Message
 
 
@@ -15,6 +16,9 @@ from perfed.core.message import Message
 @dataclass(frozen=True)
 class Majority(Algorithm):
     learns_from_others = False
+
+    def messages(self) -> Messages:
+        return Messages(up={}, down={}, evaluation={})
 
     def client_round(self, client: Client, message: Message) -> Message:
         return Message()

@@ -28,6 +28,7 @@ from perfed.core.algorithm import (
     Server,
     algorithms,
 )
+from perfed.core.declaration import PROBABILITIES, Array, AtMost, Messages
 from perfed.core.errors import ConfigError
 from perfed.core.message import Message
 from perfed.core.schema import option
@@ -40,7 +41,16 @@ class PerFedCKT(Algorithm):
     clusters: int = option(3, "how many centroids the server forms and sends", symbol="c", ge=1)
     weight: float = option(2.0, "weight of agreement with the nearest centroid", symbol="λ", ge=0)
 
-    needs_public_set = trains_on_public_set = True
+    needs_public_set = trains_on_public_set = has_opening = True
+
+    # What crosses.
+    def messages(self) -> Messages:
+        centroids = Array((AtMost(self.clusters), "P", "N"), PROBABILITIES)
+        return Messages(
+            up={"soft_decisions": Array(("P", "N"), PROBABILITIES)},
+            down={"centroids": centroids},
+            evaluation={},
+        )
 
     # Line 3. An initial set S(−1) of m clients sends its soft decisions.
     def first_message(self, client: Client) -> Message:

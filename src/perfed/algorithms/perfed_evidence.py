@@ -40,6 +40,7 @@ under label skew the student loses more than it learns. Four things are differen
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -61,6 +62,7 @@ from perfed.core.algorithm import (
     Server,
     algorithms,
 )
+from perfed.core.declaration import PROBABILITIES, REALS, SAMPLES, Array, Messages, Reals
 from perfed.core.message import Message
 from perfed.core.schema import option
 from perfed.core.tree import Tree, Weights
@@ -79,6 +81,8 @@ SHARES = (0.25, 0.5, 0.75, 1.0)
 # No single sample may cost more than the logarithm of this: one mistake is one mistake.
 FLOOR = 0.01
 PRIOR_SAMPLES = 12.0
+# No choice can gain or lose more than this on a sample, with a little for rounding.
+LARGEST_GAIN = math.log((1 + FLOOR) / FLOOR) + 0.01
 
 
 @algorithms.register("perfed-evidence")
@@ -92,7 +96,16 @@ class PerFedEvidence(Algorithm):
         ge=0,
     )
 
-    needs_public_set = trains_on_public_set = True
+    needs_public_set = trains_on_public_set = has_opening = True
+
+    def messages(self) -> Messages:
+        gains = Array((len(SHARPNESS), len(SHARES)), Reals(-LARGEST_GAIN, LARGEST_GAIN))
+        decisions = Array(("P", "N"), PROBABILITIES)
+        return Messages(
+            up={"soft_decisions": decisions, "samples": SAMPLES, "gains": gains},
+            down={"evidence": Array(("P", "N"), REALS), "gains": gains},
+            evaluation={},
+        )
 
     def first_message(self, client: Client) -> Message:
         untried = label_mix(client.label_counts()).new_zeros(len(SHARPNESS), len(SHARES))

@@ -27,6 +27,7 @@ from perfed.core.algorithm import (
     supervised,
     weighted_average,
 )
+from perfed.core.declaration import Messages, Model, PerParameter
 from perfed.core.message import Message
 from perfed.core.schema import option
 from perfed.core.tree import Tree, Weights, inner_product
@@ -38,6 +39,15 @@ Parameters = dict[str, Tensor]
 @dataclass(frozen=True)
 class Scaffold(FedAvg):
     global_rate: float = option(1.0, "η_g: step of the global model", gt=0)
+
+    needs_plain_sgd = True  # option II reads the gradients off the way a client has gone
+
+    def messages(self) -> Messages:
+        return Messages(
+            up={"model": Model(), "control_change": PerParameter()},
+            down={"model": Model(), "control": PerParameter()},
+            evaluation={"model": Model()},
+        )
 
     def start(self, server: Server) -> Tree:
         models = super().start(server)

@@ -22,7 +22,7 @@ from perfed.explain import about, described, shown_default
 def list_(
     kind: Annotated[
         str | None,
-        typer.Argument(help="algorithms, models, datasets, partitions, metrics or presets"),
+        typer.Argument(help="algorithms, models, datasets, partitions, stages, metrics or presets"),
     ] = None,
     with_: Annotated[
         list[str] | None,
@@ -39,6 +39,7 @@ def list_(
         "models": perfed.architectures,
         "datasets": perfed.datasets,
         "partitions": perfed.partitions,
+        "stages": perfed.stages,
     }
     known = [*registries, "metrics", "presets"]
     if kind is not None and kind not in known:
@@ -53,7 +54,7 @@ def list_(
             _print_presets(console)
         elif title == "metrics":
             _print_metrics(console)
-        else:
+        elif shown[title] or kind:
             _print_components(console, title, shown[title])
 
 
@@ -66,7 +67,7 @@ def _own(paths: Iterable[str]) -> Iterable[tuple[str, type[Component]]]:
             raise ConfigError(error.message, "--with") from None
         components = {name: cls for name, cls in found.items() if _is_component(cls)}
         if not components:
-            what = "algorithm, dataset, partition or architecture"
+            what = "algorithm, dataset, partition, architecture or stage"
             raise ConfigError(f"'{path}' defines no {what}", "--with")
         yield from components.items()
 

@@ -8,9 +8,11 @@ client and knowing nothing of where it runs. Only ``client_round`` is required::
     broadcast           server      what it sends to one selected client
     client_round        one client  what the client does with it, and sends back
     merge               server      the new state from what came back
+    messages            both        what these messages hold, by which each is measured on arrival
     describe            server      a few numbers on the new state, for the run directory
     evaluation_message  server      what a client needs to have its models judged
     models              one client  which model(s) of this client are to be judged
+    networks            both        networks beside the clients' own
 
 State is a tree of tensors (:mod:`perfed.core.tree`). An objective must be a pure function of
 tensors, without an ``if`` on a tensor's value or a tensor hidden in its closure, so that an engine
@@ -22,17 +24,41 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar, overload
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
+from perfed.core.declaration import Messages
+from perfed.core.judged import Adjusted, ClassPrior, Judged, Mixture, NearestPrototype, OfNetwork
 from perfed.core.message import Message
+from perfed.core.network import Network
 from perfed.core.registry import Component, Registry
 from perfed.core.streams import numpy_stream
-from perfed.core.tree import Tree, Weights, combine
+from perfed.core.tree import OWN, Tree, Weights, combine
+
+__all__ = [
+    "Adjusted",
+    "Algorithm",
+    "ClassPrior",
+    "Client",
+    "ClientInfo",
+    "Judged",
+    "Mixture",
+    "NearestPrototype",
+    "Network",
+    "Objective",
+    "OfNetwork",
+    "Private",
+    "Public",
+    "Reply",
+    "Server",
+    "algorithms",
+    "supervised",
+    "trainable",
+    "weighted_average",
+]
 
 
 @dataclass(frozen=True)
@@ -51,76 +77,8 @@ class Public:
     index: Tensor
 
 
-class Network:
-    """A module with given weights, as an objective sees it while training."""
-
-    def __init__(self, module: nn.Module, weights: Weights, public_batchnorm: str) -> None:
-        self._module = module
-        self._weights = weights
-        self._public_batchnorm = public_batchnorm
-
-    @property
-    def params(self) -> dict[str, Tensor]:
-        return self._weights.params
-
-    def at(self, params: dict[str, Tensor]) -> Network:
-        """The same network at other parameters; running statistics here are not moved by it."""
-        buffers = {name: b.clone() for name, b in self._weights.buffers.items()}
-        return Network(self._module, Weights(params, buffers), self._public_batchnorm)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Logits of private samples; moves BatchNorm's running statistics."""
-        return self._forward(x, self._weights.buffers)
-
-    def public(self, x: Tensor) -> Tensor:
-        """Logits of public samples; BatchNorm as ``training.public_batchnorm`` says."""
-        if self._public_batchnorm == "shared":
-            return self._forward(x, self._weights.buffers)
-        if self._public_batchnorm == "separate":
-            return self._forward(x, self._weights.public_buffers)
-        return self._forward(x, {name: b.clone() for name, b in self._weights.buffers.items()})
-
-    def observe(self, x: Tensor) -> None:
-        """Let public samples pass, for BatchNorm's statistics of them where these are kept."""
-        if self._weights.public_buffers:
-            self.public(x)
-
-    def _forward(self, x: Tensor, buffers: dict[str, Tensor]) -> Tensor:
-        logits: Tensor = functional_call(self._module, {**self._weights.params, **buffers}, (x,))
-        return logits.to(x.dtype)  # a network may compute in fewer bits; its loss does not
-
-
-Objective = Callable[..., Tensor]  # (Network, Private, Public | None, *inputs) → scalar
-
-
-class ClassPrior(NamedTuple):
-    """A model that looks at nothing: the same logits for every input."""
-
-    logits: Tensor
-
-
-class Adjusted(NamedTuple):
-    """A model whose logits are scaled, and then moved: a label mix put back, say."""
-
-    weights: Weights
-    scale: Tensor
-    offset: Tensor
-
-
-class Mixture(NamedTuple):
-    """Models whose class probabilities are averaged, each with its share."""
-
-    models: tuple[Weights | Adjusted, ...]
-    shares: Tensor
-
-
-Judged = Weights | Adjusted | Mixture | ClassPrior
-
-
-def mixed_logits(logits: Sequence[Tensor], shares: Tensor) -> Tensor:
-    """Of a mixture, from its models' logits: the logarithm of their mean probabilities."""
-    said = torch.stack([z.log_softmax(1) for z in logits])
-    return torch.logsumexp(said + shares.log()[:, None, None], dim=0)
+Objective = Callable[..., Tensor]
+"""A scalar, of a network (or a mapping of several), two mini-batches and the inputs."""
 
 
 class Client(Protocol):
@@ -135,13 +93,35 @@ class Client(Protocol):
     samples: Tensor
     """Number of training samples (0-dimensional)."""
     steps: int
-    """τ: SGD steps a round."""
+    """τ: training steps of this client in a round."""
     learning_rate: float
     """η in this round."""
 
     def soft_decisions(self, weights: Weights | None = None) -> Tensor:
         """Class probabilities on the whole public set, |P|×N, in evaluation mode."""
 
+    def logits(
+        self, weights: Weights | None = None, on: str = "public", network: str = OWN
+    ) -> Tensor:
+        """Logits in evaluation mode, a row for each sample of the ``public`` set, or of the
+        client's ``train`` or ``validation`` data."""
+
+    def features(
+        self, weights: Weights | None = None, on: str = "train", network: str = OWN
+    ) -> Tensor:
+        """What goes into the network's last layer, in evaluation mode; a row for each sample."""
+
+    def class_sums(self, rows: Tensor, on: str = "train") -> tuple[Tensor, Tensor]:
+        """The sum of ``rows``, one for each sample of ``train`` or ``validation``, by class; and
+        how many samples each class has."""
+
+    def head_of(self, weights: Weights) -> dict[str, Tensor]:
+        """The parameters of the last layer: a part of the model that can be sent and averaged."""
+
+    def with_head(self, weights: Weights, head: Mapping[str, Tensor]) -> Weights:
+        """The same model with another last layer."""
+
+    @overload
     def sgd(
         self,
         weights: Weights,
@@ -151,14 +131,36 @@ class Client(Protocol):
         rate: float | None = None,
         batches: int = 1,
         stream: int | None = None,
-    ) -> Weights:
-        """``weights`` after τ plain SGD steps of size η on ``objective``.
+        sample_clip: float | None = None,
+    ) -> Weights: ...
+
+    @overload
+    def sgd(
+        self,
+        weights: Mapping[str, Weights],
+        objective: Objective,
+        *inputs: Any,
+        steps: int | None = None,
+        rate: float | None = None,
+        batches: int = 1,
+        stream: int | None = None,
+        sample_clip: float | None = None,
+    ) -> dict[str, Weights]: ...
+
+    def sgd(self, weights: Any, objective: Any, *inputs: Any, **options: Any) -> Any:
+        """``weights`` after τ steps of size η on ``objective``, by ``training.optimizer``.
 
         The objective gets a network, a private and a public mini-batch, and ``inputs`` (tensors,
         or dictionaries of them). ``steps`` and ``rate`` stand in for τ and η. With ``batches`` > 1
         it gets a tuple of that many independent private mini-batches, of which the first is the
         one it would get otherwise. A second call in one round draws other mini-batches, unless
         ``stream`` says whose (0 for those of the first call).
+
+        Several networks are trained as one: ``{"own": …, "small": …}``, by the names that
+        :meth:`Algorithm.networks` gives. The objective then gets a mapping of networks.
+
+        With ``sample_clip`` the objective gets one private sample at a time; each sample's
+        gradient is scaled down to at most this norm, and their mean is the step's gradient.
         """
 
     def loss(self, weights: Weights, part: str) -> Tensor:
@@ -178,6 +180,8 @@ class ClientInfo:
 
     id: int
     architecture: str
+    samples: int
+    """Training samples, as it told on joining."""
 
 
 @dataclass(frozen=True)
@@ -208,6 +212,10 @@ class Server:
         return numpy_stream(self.seed, f"server/{purpose}", round=self.round)
 
 
+DECLARED = {"first_message": "has_opening", "evaluation_message": "evaluated_with_server"}
+"""Hooks that some methods have, and what these must say of themselves."""
+
+
 class Algorithm(Component):
     """Base class of all algorithms. See the module's docstring for the contract."""
 
@@ -215,24 +223,51 @@ class Algorithm(Component):
     needs_public_set: ClassVar[bool] = False
     trains_on_public_set: ClassVar[bool] = False
     """Whether clients' objectives get public mini-batches."""
+    has_opening: ClassVar[bool] = False
+    """Whether clients send :meth:`first_message` before the first round."""
+    evaluated_with_server: ClassVar[bool] = False
+    """Whether evaluating a client's models takes :meth:`evaluation_message` from the server."""
+    needs_features: ClassVar[bool] = False
+    """Whether it looks at features or heads of networks."""
+    shares_features: ClassVar[bool] = False
+    """Whether features or heads of different clients meet: all networks then need one width."""
+    needs_plain_sgd: ClassVar[bool] = False
+    """Whether its arithmetic holds for plain SGD only: no momentum, no weight decay, no Adam."""
+
     learns_from_others: ClassVar[bool] = True
     """Whether anything a client gets from the server changes what it learns."""
     reference: ClassVar[bool] = False
     """Whether reports measure the gains of the other methods against this one: local training."""
 
+    def __init_subclass__(cls) -> None:
+        """A hook that is written but not declared would never be called."""
+        for hook, declared in DECLARED.items():
+            if hook in vars(cls) and not getattr(cls, declared):
+                raise TypeError(f"{cls.__name__} has {hook}: declare {declared} = True in it")
+
     def trains_everyone(self) -> bool:
         """Whether every client trains in every round, whatever the participation."""
         return False
 
+    def networks(self) -> Mapping[str, Any]:
+        """Networks beside the clients' own, by name: an architecture each. Clients may train and
+        keep them; those that only the server uses are named here too."""
+        return {}
+
     def check(self, clients_per_round: int) -> None:
         """Raise ConfigError where the options do not fit the experiment."""
+
+    def messages(self) -> Messages:
+        """What crosses, by name, shape, type and range; a message that does not fit is refused.
+        By default nothing is declared, and any finite numbers are admitted."""
+        return Messages()
 
     def start(self, server: Server) -> Tree:
         """The server's state before the first round."""
         return {}
 
     def first_message(self, client: Client) -> Message | None:
-        """What a client of the initial set S(−1) sends; None where a method has no such set."""
+        """What a client of the initial set S(−1) sends, where ``has_opening`` says so."""
         return None
 
     def broadcast(self, server: Server, state: Tree, client: ClientInfo) -> Message:
@@ -250,7 +285,8 @@ class Algorithm(Component):
         return {}
 
     def evaluation_message(self, server: Server, state: Tree, client: ClientInfo) -> Message:
-        """What a client must know from the server to have its models judged (not counted)."""
+        """What a client must know from the server to have its models evaluated, where
+        ``evaluated_with_server`` says so. It is counted apart from training's messages."""
         return Message()
 
     def models(self, client: Client, message: Message) -> dict[str, Judged]:
@@ -272,20 +308,28 @@ def supervised(model: Network, private: Private, public: Public | None, *inputs:
     return torch.nn.functional.cross_entropy(model(private.x), private.y)
 
 
-def weighted_average(weights: Sequence[Weights], amounts: Sequence[float]) -> Weights:
-    """The mean of models, parameters and buffers alike, in proportion to ``amounts``."""
-    shares = [amount / sum(amounts) for amount in amounts]
-
-    def mean(tensors: Sequence[Tensor]) -> Tensor:
-        total = sum(share * t.double() for share, t in zip(shares, tensors, strict=True))
-        assert isinstance(total, Tensor)
-        whole = not tensors[0].is_floating_point()  # BatchNorm's count of batches
-        return (total.round() if whole else total).to(tensors[0].dtype)
-
-    return combine(weights, mean)
+Averaged = TypeVar("Averaged", Weights, dict[str, Any], Tensor)
 
 
-def trainable(module: nn.Module, weights: Weights) -> list[Tensor]:
+def weighted_average(trees: Sequence[Averaged], amounts: Sequence[float]) -> Averaged:
+    """The mean of models, parameters and buffers alike, or of parts of models, or of any trees of
+    tensors that have the same names, in proportion to ``amounts``."""
+    average: Averaged = _average(trees, [amount / sum(amounts) for amount in amounts])
+    return average
+
+
+def _average(trees: Sequence[Any], shares: Sequence[float]) -> Any:
+    first = trees[0]
+    if isinstance(first, Weights):
+        return combine(trees, lambda tensors: _average(tensors, shares))
+    if isinstance(first, Mapping):
+        return {name: _average([tree[name] for tree in trees], shares) for name in first}
+    total: Any = sum(share * t.double() for share, t in zip(shares, trees, strict=True))
+    whole = not first.is_floating_point()  # BatchNorm's count of batches
+    return (total.round() if whole else total).to(first.dtype)
+
+
+def trainable(module: nn.Module, weights: Weights) -> dict[str, Tensor]:
     """The parameters in ``weights`` that ``module`` does not freeze, ready for a gradient."""
     free = {name for name, param in module.named_parameters() if param.requires_grad}
-    return [param.requires_grad_() for name, param in weights.params.items() if name in free]
+    return {name: p.requires_grad_() for name, p in weights.params.items() if name in free}

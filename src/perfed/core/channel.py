@@ -1,13 +1,13 @@
-"""The channel: everything that crosses passes here and is measured here.
+"""Counting: everything that crosses is measured here.
 
 Two counts, both per direction:
 
-* ``parameters``, the paper's: every uplink array counts, and on the downlink every *distinct*
-  array of the round counts once, however many clients receive it (a broadcast). Scalars (sample
-  counts, a cluster's index), unless a model learns them, and BatchNorm's running statistics are
-  not parameters.
-* ``bytes``, as sent: every message to every recipient, in the wire encoding
-  (:mod:`perfed.core.tensorfile`).
+* ``parameters``, the paper's, of messages as the algorithm wrote them: every uplink array counts,
+  and on the downlink every *distinct* array of the round counts once, however many clients receive
+  it (a broadcast). Scalars (sample counts, a cluster's index), unless a model learns them, and
+  BatchNorm's running statistics are not parameters.
+* ``bytes``, as sent: every message to every recipient, after all stages of the wire
+  (:mod:`perfed.core.wire`), in its encoding (:mod:`perfed.core.tensorfile`).
 """
 
 from __future__ import annotations
@@ -41,26 +41,35 @@ class Traffic:
 
 
 class Channel:
-    """Carries messages between the server and its clients, and counts them."""
+    """Counts the messages between the server and its clients.
+
+    ``sent`` is what the stages of the wire made of ``messages``; without any, the same.
+    """
 
     def __init__(self, total: Traffic | None = None) -> None:
         self.total = total or Traffic()
 
-    def down(self, messages: Mapping[int, Message]) -> Mapping[int, Message]:
+    def down(
+        self, messages: Mapping[int, Message], sent: Mapping[int, Message] | None = None
+    ) -> None:
         """Server to clients."""
         distinct: dict[Hashable, Tensor] = {}  # what is one tensor is broadcast as one thing
         for message in messages.values():
             distinct |= {identity(tensor): tensor for tensor in _parameter_arrays(message)}
-            self.total.down_bytes += encoded_size(message.arrays)
         self.total.down_parameters += sum(tensor.numel() for tensor in distinct.values())
-        return messages
+        self.total.down_bytes += _bytes(messages if sent is None else sent)
 
-    def up(self, messages: Mapping[int, Message]) -> Mapping[int, Message]:
+    def up(
+        self, messages: Mapping[int, Message], sent: Mapping[int, Message] | None = None
+    ) -> None:
         """Clients to server."""
         for message in messages.values():
-            self.total.up_bytes += encoded_size(message.arrays)
             self.total.up_parameters += sum(t.numel() for t in _parameter_arrays(message))
-        return messages
+        self.total.up_bytes += _bytes(messages if sent is None else sent)
+
+
+def _bytes(messages: Mapping[int, Message]) -> int:
+    return sum(encoded_size(message.arrays) for message in messages.values())
 
 
 def _parameter_arrays(message: Message) -> list[Tensor]:

@@ -36,6 +36,10 @@ class Diverged(PerfedError):
     """A model became infinite or not a number; going on would only produce noise."""
 
 
+class Refused(PerfedError):
+    """A message, a task or an answer that must not be used; the reason is told to who sent it."""
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """``"; did you mean 'steps'? (known: …)"`` for an unknown ``word``."""
     names = sorted(known)

@@ -64,6 +64,16 @@ def uniform_indices_each(
     return draws.reshape(len(keys), *shape)
 
 
+def shuffled_indices(key: int, count: int, bound: int, device: torch.device) -> Tensor:
+    """``count`` draws from ``0 … bound-1`` without replacement: all of them in a random order, then
+    all again in another, as often as it takes."""
+    passes = -(-count // bound)
+    counter = torch.arange(1, passes * bound + 1, dtype=torch.int64, device=device)
+    values = _splitmix64(key + counter * _GOLDEN).view(passes, bound)
+    order: Tensor = values.argsort(dim=1, stable=True)
+    return order.flatten()[:count]
+
+
 def _signed(value: int) -> int:
     """An unsigned 64-bit constant as the int64 with the same bits; products wrap around alike."""
     return value - (1 << 64) if value >= 1 << 63 else value

@@ -7,11 +7,14 @@ the tests check both directions against that package.
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 import os
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,8 +57,15 @@ def encoded_size(tensors: Mapping[str, Tensor]) -> int:
     """Bytes of the encoding, without making it; no tensors are no message."""
     if not tensors:
         return 0
-    payload = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    return 8 + len(_header(tensors, {})) + payload
+    return _encoded_size(tuple((name, t.dtype, t.shape) for name, t in tensors.items()))
+
+
+@functools.lru_cache(maxsize=256)  # a broadcast is of one size for thousands of clients
+def _encoded_size(content: tuple[tuple[str, torch.dtype, torch.Size], ...]) -> int:
+    tensors = {
+        name: torch.empty(shape, dtype=dtype, device="meta") for name, dtype, shape in content
+    }
+    return 8 + len(_header(tensors, {})) + sum(tensor.nbytes for tensor in tensors.values())
 
 
 def encode(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
@@ -70,27 +80,77 @@ def _raw(tensor: Tensor) -> bytes:
     return flat.view(torch.uint8).numpy().tobytes()
 
 
-def decode(data: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors and metadata. Raises one of ``MALFORMED``."""
+class Limits(NamedTuple):
+    """How much a header may ask for before anything is made from it."""
+
+    header: int
+    """Bytes."""
+    entries: int
+    dimensions: int
+
+
+FILE = Limits(header=100 * 2**20, entries=2**20, dimensions=64)
+"""Of a file: a server may remember many clients. The format itself allows 100 MB of header."""
+MESSAGE = Limits(header=2**22, entries=2**14, dimensions=16)
+"""Of what comes over a network: a few models, of some hundred tensors each."""
+
+
+def decode(data: bytes, limits: Limits = FILE) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors and metadata. Raises one of ``MALFORMED``.
+
+    Every byte after the header belongs to one tensor: what is made is never larger than ``data``.
+    """
     length = int.from_bytes(data[:8], "little")
+    if length > limits.header:
+        raise ValueError(f"a header of {length} bytes: must be at most {limits.header}")
     if len(data) < 8 + length:
         raise ValueError("the header is cut off")
-    header = json.loads(data[8 : 8 + length])
+    header = json.loads(data[8 : 8 + length], object_pairs_hook=_without_repeats)
     if not isinstance(header, dict):
         raise ValueError(f"the header is a {type(header).__name__}, not names and what they hold")
     "".join(header).encode()  # a name is text: no half of a character, which JSON lets pass
-    metadata = header.pop("__metadata__", {})
+    metadata = _text(header.pop("__metadata__", {}))
+    if len(header) > limits.entries:
+        raise ValueError(f"{len(header)} tensors: must be at most {limits.entries}")
     payload = memoryview(data)[8 + length :]
-    tensors = {}
+    tensors, place = {}, 0
     for name, entry in header.items():
-        start, end = entry["data_offsets"]
+        dtype, shape = _FROM_NAME[entry["dtype"]], _shape(name, entry["shape"], limits)
+        end = place + math.prod(shape) * dtype.itemsize
+        if entry["data_offsets"] != [place, end]:
+            raise ValueError(
+                f"the data of {name!r} is at {entry['data_offsets']}, not at its place"
+            )
         if end > len(payload):
             raise ValueError(f"the data of {name!r} is cut off")
-        dtype = _FROM_NAME[entry["dtype"]]
-        raw = bytearray(payload[start:end])  # a copy of its own: the tensor may be written to
+        raw = bytearray(payload[place:end])  # a copy of its own: the tensor may be written to
         values = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
-        tensors[name] = values.reshape(entry["shape"])
+        tensors[name] = values.reshape(shape)
+        place = end
+    if place != len(payload):
+        raise ValueError(f"{len(payload) - place} bytes after the last tensor")
     return tensors, metadata
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise ValueError("a name is there twice")
+    return values
+
+
+def _text(metadata: Any) -> dict[str, str]:
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise ValueError("the metadata is not text")
+    return metadata
+
+
+def _shape(name: str, shape: Any, limits: Limits) -> list[int]:
+    if not isinstance(shape, list) or len(shape) > limits.dimensions:
+        raise ValueError(f"the shape of {name!r} is not one")
+    if not all(type(size) is int and 0 <= size < 2**63 for size in shape):  # True is no size
+        raise ValueError(f"the shape of {name!r} is not one")
+    return shape
 
 
 def save(path: Path, tensors: Mapping[str, Tensor]) -> int:

@@ -16,6 +16,9 @@ from torch import Tensor
 
 from perfed.core.errors import ConfigError
 
+OWN = "own"
+"""The name of a client's own network, where an algorithm gives it a second one."""
+
 
 class Weights(NamedTuple):
     """All tensors of one model.
@@ -30,6 +33,21 @@ class Weights(NamedTuple):
 
     def clone(self) -> Weights:
         return Weights(*({name: t.detach().clone() for name, t in part.items()} for part in self))
+
+    def detached(self) -> Weights:
+        """The same tensors, without what made them."""
+        return Weights(*({name: t.detach() for name, t in part.items()} for part in self))
+
+    def logits(self, outputs: Callable[[Weights], Tensor]) -> Tensor:
+        """As a model to be evaluated (:mod:`perfed.core.judged`): the network itself."""
+        return outputs(self)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """As a model's file holds it."""
+        return self.params | self.buffers
+
+    def networks(self) -> list[tuple[Weights, str]]:
+        return [(self, OWN)]
 
 
 def identity(tensor: Tensor) -> Hashable:

@@ -11,26 +11,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from perfed.core.algorithm import (
-    Adjusted,
-    ClassPrior,
-    Judged,
-    Mixture,
-    Objective,
-    Private,
-    Public,
-    mixed_logits,
-)
+from perfed.core.algorithm import Judged, Objective, Private, Public
+from perfed.core.augmentation import CODES, augmented
 from perfed.core.errors import ConfigError
+from perfed.core.judged import What
 from perfed.core.message import Message
-from perfed.core.streams import stream_key, torch_stream, uniform_indices
-from perfed.core.tree import Tree, Weights
+from perfed.core.network import head_tensors
+from perfed.core.streams import shuffled_indices, stream_key, torch_stream, uniform_indices
+from perfed.core.tree import OWN, Tree, Weights
 from perfed.engines.precision import Precision
 
 if TYPE_CHECKING:
@@ -62,38 +56,79 @@ class Sgd:
     """Please train: see :meth:`perfed.core.algorithm.Client.sgd`."""
 
     client: EngineClient
-    weights: Weights
+    models: Mapping[str, Weights]
+    """By the networks' names; a client's own is ``OWN``."""
+    states: Mapping[str, Tree]
+    """The optimizer's, by network."""
+    single: bool
+    """Whether the objective gets one network, not a mapping."""
     objective: Objective
     inputs: tuple[Any, ...]
     steps: int
     rate: float
     batches: int
     stream: int
+    sample_clip: float | None
+
+    @property
+    def room(self) -> int:
+        """Steps to make room for: where clients train by epochs, those of the longest of them."""
+        population = self.client.population
+        return max(self.steps, population.most_steps) if self.by_epochs else self.steps
+
+    @property
+    def by_epochs(self) -> bool:
+        return self.client.population.training.epochs > 0
+
+    def labels(self) -> dict[str, str]:
+        """The label of each network's architecture."""
+        return {name: self.client.label(name) for name in self.models}
 
     def private_keys(self) -> list[int]:
         """The streams that private mini-batches are drawn from, one for each of ``batches``."""
-        return [self._key(f"private-batches{n or ''}") for n in range(self.batches)]
+        return self._keys("private-batches")
+
+    def augmentation_keys(self) -> list[int]:
+        return self._keys("augmentation")
 
     def public_key(self) -> int:
         return self._key("public-batches")
+
+    def _keys(self, what: str) -> list[int]:
+        return [self._key(f"{what}{n or ''}") for n in range(self.batches)]
 
     def _key(self, what: str) -> int:
         client = self.client
         return stream_key(client.population.seed, f"{what}/{self.stream}", client.id, client.round)
 
 
+class Trained(NamedTuple):
+    """The answer to :class:`Sgd`."""
+
+    models: dict[str, Weights]
+    states: dict[str, Tree]
+
+
 @dataclass(frozen=True, eq=False)
-class Logits:
-    """Please run forward in evaluation mode: on the whole public set, or on samples of its own."""
+class Forward:
+    """Please run a network in evaluation mode: on the whole public set, or on samples of one's
+    own."""
 
     client: EngineClient
     weights: Weights
     where: Tensor | None
     """Positions in the population's samples; None for the public set."""
+    what: What = "logits"
+    network: str = OWN
 
     @property
     def public(self) -> bool:
         return self.where is None
+
+    @property
+    def label(self) -> str:
+        """Of the network's architecture."""
+        return self.client.label(self.network)
 
     def tensors(self) -> dict[str, Tensor]:
         """Parameters, and the running statistics to use."""
@@ -102,7 +137,7 @@ class Logits:
 
 
 LEARNT_FROM = ("train", "validation")  # never from those a client is judged by
-Request = Sgd | Logits
+Request = Sgd | Forward
 Ask = Callable[[Request], Any]
 
 
@@ -181,7 +216,9 @@ class Engine(Protocol):
 class EngineClient:
     """One client; see :class:`perfed.core.algorithm.Client` for what each member means."""
 
-    def __init__(self, population: Population, client: int, round: int) -> None:
+    def __init__(
+        self, population: Population, client: int, round: int, judged: bool = False
+    ) -> None:
         self.population = population
         self.id = client
         self.round = round
@@ -189,13 +226,15 @@ class EngineClient:
         self.ask: Ask
         """Where requests go: set by the engine that performs this client's job."""
         self._record = population.record(client)
-        self._sgd_calls = 0
+        self._judged = judged
+        """Whether its models are only evaluated: what is trained then leaves no trace."""
+        self._streams_used = self._trainings = 0
         self.weights = self._record.weights
         self.state = dict(self._record.state)
         self.kept = dict(self._record.kept)
         self.samples = torch.tensor(population.train_size(client))
-        self.steps = population.training.steps
-        self.learning_rate = population.training.learning_rate_at(round)
+        self.steps = population.training.steps_of(population.train_size(client))
+        self.learning_rate = population.training.learning_rate_at(round, population.rounds)
 
     def changed(self) -> bool:
         """Whether there is anything new to keep: some methods leave a client's own model alone."""
@@ -210,24 +249,54 @@ class EngineClient:
         """What it holds now."""
         return ClientRecord(self.weights, self.state, self.kept)
 
+    def label(self, network: str) -> str:
+        """Of a network's architecture: the client's own, or one that the algorithm names."""
+        return self.architecture if network == OWN else self.population.named(network)
+
+    # What networks say.
+
     def soft_decisions(self, weights: Weights | None = None) -> Tensor:
-        logits: Tensor = self.ask(Logits(self, weights or self.weights, None))
-        return logits.softmax(1)
+        return self.logits(weights).softmax(1)
+
+    def logits(
+        self, weights: Weights | None = None, on: str = "public", network: str = OWN
+    ) -> Tensor:
+        return self._outputs("logits", weights, on, network)
+
+    def features(
+        self, weights: Weights | None = None, on: str = "train", network: str = OWN
+    ) -> Tensor:
+        return self._outputs("features", weights, on, network)
+
+    def class_sums(self, rows: Tensor, on: str = "train") -> tuple[Tensor, Tensor]:
+        labels = self.population.y[self._learnt_from(on)]
+        sums = rows.new_zeros(self.population.classes, *rows.shape[1:])
+        counts = torch.bincount(labels, minlength=self.population.classes)
+        return sums.index_add(0, labels, rows), counts
 
     def label_counts(self) -> Tensor:
         labels = self.population.y[self.population.positions(self.id, "train")]
         return torch.bincount(labels, minlength=self.population.classes)
 
     def loss(self, weights: Weights, part: str) -> Tensor:
-        where = self._own(part)
-        return cross_entropy(self.logits(weights, where), self.population.y[where])
+        where = self._learnt_from(part)
+        return cross_entropy(self.said(weights, where), self.population.y[where])
 
     def likelihoods(self, model: Judged, part: str) -> Tensor:
-        where = self._own(part)
-        probabilities = self.logits(model, where).softmax(1)
+        where = self._learnt_from(part)
+        probabilities = self.said(model, where).softmax(1)
         return probabilities.gather(1, self.population.y[where][:, None])[:, 0]
 
-    def _own(self, part: str) -> Tensor:
+    def said(self, model: Judged, where: Tensor) -> Tensor:
+        """The logits of ``model`` for the population's samples at ``where``."""
+        return model.logits(_Outputs(self, where, len(where)))
+
+    def _outputs(self, what: What, weights: Weights | None, on: str, network: str) -> Tensor:
+        where = None if on == "public" else self._learnt_from(on)
+        rows: Tensor = self.ask(Forward(self, weights or self.weights, where, what, network))
+        return rows
+
+    def _learnt_from(self, part: str) -> Tensor:
         """Where the samples are that an algorithm may look at."""
         if part not in LEARNT_FROM:
             raise ConfigError(
@@ -236,61 +305,128 @@ class EngineClient:
             )
         return self.population.positions(self.id, part)
 
-    def logits(self, model: Judged, where: Tensor) -> Tensor:
-        """What ``model`` says of the population's samples at ``where``."""
-        if isinstance(model, ClassPrior):
-            return model.logits.expand(len(where), -1)
-        if isinstance(model, Adjusted):
-            return model.scale * self.logits(model.weights, where) + model.offset
-        if isinstance(model, Mixture):
-            return mixed_logits([self.logits(part, where) for part in model.models], model.shares)
-        logits: Tensor = self.ask(Logits(self, model, where))
-        return logits
+    # The last layer.
+
+    def head_of(self, weights: Weights) -> dict[str, Tensor]:
+        return head_tensors(self.population.head(self.architecture), weights.params)
+
+    def with_head(self, weights: Weights, head: Mapping[str, Tensor]) -> Weights:
+        inside = self.population.head(self.architecture)
+        new = {f"{inside}.{name}": tensor for name, tensor in head.items()}
+        if not new.keys() <= weights.params.keys():
+            raise ConfigError(f"'{self.architecture}' has another head than {sorted(head)}")
+        return weights._replace(params=weights.params | new)
+
+    # Training.
 
     def sgd(
         self,
-        weights: Weights,
+        weights: Any,
         objective: Objective,
         *inputs: Any,
         steps: int | None = None,
         rate: float | None = None,
         batches: int = 1,
         stream: int | None = None,
-    ) -> Weights:
+        sample_clip: float | None = None,
+    ) -> Any:
         steps = self.steps if steps is None else steps
         rate = self.learning_rate if rate is None else rate
         if stream is None:
-            stream, self._sgd_calls = self._sgd_calls, self._sgd_calls + 1
+            stream, self._streams_used = self._streams_used, self._streams_used + 1
         if not steps:
             return weights
-        trained: Weights = self.ask(
-            Sgd(self, weights, objective, inputs, steps, rate, batches, stream)
-        )
-        return trained
+        single = isinstance(weights, Weights)
+        models = {OWN: weights} if single else dict(weights)
+        slot, self._trainings = f"training-{self._trainings}", self._trainings + 1
+        states = self._optimizer_states(slot, models)
+        request = Sgd(
+            self, models, states, single, objective, inputs, steps, rate, batches, stream,
+            sample_clip,
+        )  # fmt: skip
+        trained: Trained = self.ask(request)
+        if self._keeps_optimizer and any(trained.states.values()):
+            self.kept = self.kept | {slot: trained.states}
+        return trained.models[OWN] if single else trained.models
+
+    @property
+    def _keeps_optimizer(self) -> bool:
+        return self.population.training.optimizer_state == "kept" and not self._judged
+
+    def _optimizer_states(self, slot: str, models: Mapping[str, Weights]) -> dict[str, Tree]:
+        """Those of the same training of the client's last round, where they are kept."""
+        kept = self.kept.get(slot, {}) if self._keeps_optimizer else {}
+        optimizer = self.population.training.optimizer
+        return {
+            name: kept.get(name) or optimizer.init(self._trained(name, weights))
+            for name, weights in models.items()
+        }
+
+    def _trained(self, network: str, weights: Weights) -> dict[str, Tensor]:
+        """The parameters that training moves."""
+        module = self.population.modules[self.label(network)]
+        frozen = {name for name, param in module.named_parameters() if not param.requires_grad}
+        return {name: t for name, t in weights.params.items() if name not in frozen}
+
+
+@dataclass(frozen=True)
+class _Outputs:
+    """What networks say about samples of one client, for a model that is evaluated."""
+
+    client: EngineClient
+    where: Tensor
+    count: int
+
+    def __call__(self, weights: Weights, what: What = "logits", network: str = OWN) -> Tensor:
+        rows: Tensor = self.client.ask(Forward(self.client, weights, self.where, what, network))
+        return rows
 
 
 def _same_entries(now: Tree, before: Tree) -> bool:
     return before.keys() == now.keys() and all(before[name] is now[name] for name in now)
 
 
-def mini_batches(request: Sgd) -> Iterator[tuple[Private | tuple[Private, ...], Public | None]]:
-    """What each step of one client's training sees, drawn uniformly."""
+def private_draws(request: Sgd, key: int) -> Tensor:
+    """Which of its training samples one client's steps see, (steps, batch)."""
     population = request.client.population
-    training = population.training
+    size = population.training.batch_size
+    bound, device = population.train_size(request.client.id), population.device
+    if not population.training.epochs:
+        return uniform_indices(key, (request.steps, size), bound, device)
+    return shuffled_indices(key, request.steps * size, bound, device).view(request.steps, size)
+
+
+def mini_batches(request: Sgd) -> Iterator[tuple[Private | tuple[Private, ...], Public | None]]:
+    """What each step of one client's training sees."""
+    population = request.client.population
+    training, steps = population.training, request.steps
     train = population.positions(request.client.id, "train")
 
-    def draw(key: int, batch: int, bound: int) -> Tensor:
-        return uniform_indices(key, (request.steps, batch), bound, population.device)
+    def drawn(key: int, batch: int, bound: int) -> Tensor:
+        return uniform_indices(key, (steps, batch), bound, population.device)
 
-    private = [draw(key, training.batch_size, len(train)) for key in request.private_keys()]
+    private = [train[private_draws(request, key)] for key in request.private_keys()]
+    codes = [
+        drawn(key, training.batch_size, CODES) if training.augment else None
+        for key in request.augmentation_keys()
+    ]
     public = None
     if population.algorithm.trains_on_public_set:
         bound = len(population.public_x)
-        public = draw(request.public_key(), training.public_batch_size, bound)
-    for step in range(request.steps):
-        chosen = [train[positions[step]] for positions in private]
-        drawn = tuple(Private(population.x[where], population.y[where]) for where in chosen)
+        public = drawn(request.public_key(), training.public_batch_size, bound)
+
+    def batch(where: Tensor, code: Tensor | None) -> Private:
+        x = population.x[where]
+        return Private(
+            x if code is None else augmented(x, code, training.augment), population.y[where]
+        )
+
+    for step in range(steps):
+        batches = tuple(
+            batch(where[step], None if code is None else code[step])
+            for where, code in zip(private, codes, strict=True)
+        )
         yield (
-            drawn if len(drawn) > 1 else drawn[0],
+            batches if len(batches) > 1 else batches[0],
             None if public is None else Public(population.public_x[public[step]], public[step]),
         )

@@ -13,7 +13,7 @@ from perfed.core.notices import say_once
 from perfed.core.schema import Options, option
 from perfed.engines.base import Engine
 from perfed.engines.population import Population
-from perfed.engines.precision import PRECISIONS
+from perfed.engines.precision import PRECISIONS, check_bf16
 from perfed.engines.sequential import SequentialEngine
 from perfed.models import parameter_count
 
@@ -81,6 +81,8 @@ class Execution(Options):
         device, name = self.torch_device(), self.engine
         if precision.name == "tf32" and device.type != "cuda":
             raise ConfigError("tf32 is a GPU's; a CPU has float32 and bf16", "--precision")
+        if precision.name == "bf16" and device.type == "cpu":
+            check_bf16()
         if name == "auto":
             # On a CPU, large layers fill the cores by themselves.
             fits = device.type == "cuda" or largest_model < SMALL_MODEL

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -12,13 +12,25 @@ from torch import Tensor
 
 from perfed.config import Training
 from perfed.core.algorithm import Algorithm, Client, Judged
+from perfed.core.declaration import Known, check
+from perfed.core.errors import ConfigError, did_you_mean, shape_text
 from perfed.core.message import Message
 from perfed.core.metrics import EVALUATED_ON, Samples, column_name, evaluate
-from perfed.core.tree import Weights
+from perfed.core.schema import plain
+from perfed.core.tree import OWN, Weights, find_not_finite
+from perfed.core.wire import Link
 from perfed.data import Federation
 from perfed.engines.base import Call, ClientRecord, Engine, EngineClient, Job, Method
 from perfed.engines.store import ClientStore
-from perfed.models import Models, build_module, check_trains_on_one, initial_weights
+from perfed.models import (
+    Architecture,
+    Models,
+    architectures,
+    build_module,
+    check_trains_on_one,
+    find_head,
+    initial_weights,
+)
 
 Task = Callable[[Client, Message], Message | None]
 
@@ -32,22 +44,29 @@ class Population:
         federation: Federation,
         models: Models,
         training: Training,
+        rounds: int,
         seed: int,
         device: torch.device,
         store: ClientStore | None = None,
+        link: Link | None = None,
+        trusts_server: bool = True,
     ) -> None:
         self.algorithm = algorithm
         self.federation = federation
         self.training = training
+        self.rounds = rounds
         self.seed = seed
         self.device = device
+        self.link = link or Link(seed=seed)
+        self._trusts_server = trusts_server
+        self._messages = algorithm.messages()
         self.engine: Engine
         """Set by whoever runs these clients."""
         self.networks = models
         self._tasks: dict[str, tuple[Callable[[Any, Message], Any], str]] = {
             "first_message": (self._first_message, "module"),
-            "client_round": (algorithm.client_round, "module"),
-            "models": (algorithm.models, "judged-module"),
+            "client_round": (self._client_round, "module"),
+            "models": (self._models, "judged-module"),
             "judge": (self._judge, "judged-module"),
         }
         dealt = models.deal(federation.train_sizes, seed)
@@ -55,12 +74,17 @@ class Population:
         self.architectures = [labels[architecture] for architecture in dealt]
         self._own_initial = models.initial == "own"
         self.by_label = {label: architecture for architecture, label in labels.items()}
+        self.extra = named_networks(algorithm, self.by_label)
         shape, self.classes = federation.input_shape, federation.samples.classes
         self.modules = {
             label: build_module(architecture, shape, self.classes).to(device)
-            for architecture, label in labels.items()
+            for label, architecture in (self.by_label | self.extra).items()
         }
         self._check_batches()
+        self._check_augmentation()
+        self._heads: dict[str, tuple[str, int]] = {}
+        if algorithm.needs_features:
+            self._find_heads()
         self._initial: dict[tuple[str, int], Weights] = {}
         self.records = ClientStore(device) if store is None else store
         self.pending: dict[int, ClientRecord] = {}
@@ -74,6 +98,52 @@ class Population:
         for where, size in sizes.items():
             for label, module in self.modules.items() if size == 1 else ():
                 check_trains_on_one(label, module, self.federation.input_shape, where)
+
+    def _check_augmentation(self) -> None:
+        shape = self.federation.input_shape
+        if self.training.augment and len(shape) != 3:
+            raise ConfigError(
+                f"samples of shape {shape_text(shape)} are no images: must be empty",
+                "training.augment",
+            )
+
+    def _find_heads(self) -> None:
+        """The last layer of each network, and the width of what goes into it."""
+        for label, architecture in (self.by_label | self.extra).items():
+            shape = self.federation.input_shape
+            self._heads[label] = find_head(architecture, self.modules[label], shape)
+        theirs = {label: self.width(label) for label in self.by_label}
+        if self.algorithm.shares_features and len(set(theirs.values())) > 1:
+            each = ", ".join(f"'{label}' {width}" for label, width in theirs.items())
+            raise ConfigError(
+                f"'{self.algorithm.registered_name}' compares features of different clients, and "
+                f"their networks have different widths ({each}): must be one width",
+                "models",
+            )
+
+    @cached_property
+    def most_steps(self) -> int:
+        """Training steps a round of the client that makes most of them."""
+        sizes = self.federation.train_sizes
+        return self.training.steps_of(int(max(sizes))) if len(sizes) else 0
+
+    def named(self, network: str) -> str:
+        """The label of a network beside the clients' own."""
+        if network not in self.extra:
+            raise ConfigError(
+                f"'{self.algorithm.registered_name}' has no network '{network}'"
+                + did_you_mean(network, [OWN, *self.extra]),
+                "algorithm",
+            )
+        return network
+
+    def head(self, label: str) -> str:
+        """The name of a network's last layer; empty where the algorithm does not look at it."""
+        return self._heads.get(label, ("", 0))[0]
+
+    def width(self, label: str) -> int:
+        """How many features a network gives; 0 where the algorithm does not look at them."""
+        return self._heads.get(label, ("", 0))[1]
 
     # Samples go to the device when they are first used: where clients live elsewhere, never.
 
@@ -109,7 +179,7 @@ class Population:
     ) -> list[Job]:
         jobs = []
         for number, message in messages.items():
-            client = self.client(number, round)
+            client = self.client(number, round, judged=purpose != "module")
             jobs.append(Job(client, partial(task, client, message), purpose))
         return jobs
 
@@ -130,14 +200,64 @@ class Population:
         (columns,) = self.engine.perform([self.call("judge", messages, round)])
         return columns
 
-    def _first_message(self, client: Client, message: Message) -> Message | None:
-        return self.algorithm.first_message(client)
+    # The client's half of the wire is around what the algorithm does there.
+
+    def _first_message(self, client: EngineClient, message: Message) -> Message | None:
+        if not self._trusts_server:
+            check(message, {}, self.known(client.id))
+        first = self.algorithm.first_message(client)
+        return None if first is None else self._sent(client, first, "first_message")
+
+    def _client_round(self, client: EngineClient, message: Message) -> Message:
+        state, declared = client.kept.get("link", {}), self._messages.down
+        received, kept = self.link.receive(
+            message, client.id, client.round, "down", state, declared
+        )
+        if not self._trusts_server:
+            check(received, declared, self.known(client.id))
+        if kept is not state:
+            client.kept["link"] = kept
+        return self._sent(client, self.algorithm.client_round(client, received), "client_round")
+
+    def _sent(self, client: EngineClient, message: Any, method: str) -> Message:
+        if not isinstance(message, Message):
+            name, kind = self.algorithm.registered_name, type(message).__name__
+            raise ConfigError(f"{method} of '{name}' returned {kind}: must be a Message")
+        if self.link.stages and find_not_finite({0: [*message.arrays.items()]}):
+            return message  # as it is: whoever gets the outcome sees the fault
+        state = client.kept.get("link", {})
+        sent, kept = self.link.send(message, client.id, client.round, "up", state)
+        if kept is not state:
+            client.kept["link"] = kept
+        return sent
+
+    def _models(self, client: EngineClient, message: Message) -> dict[str, Judged]:
+        declared = self._messages.evaluation
+        received, _ = self.link.receive(
+            message, client.id, client.round, "evaluation", {}, declared
+        )
+        if not self._trusts_server:
+            check(received, declared, self.known(client.id))
+        return self.algorithm.models(client, received)
+
+    def known(self, client: int, received: Message | None = None) -> Known:
+        """By what a client's messages are measured."""
+        own = self.architectures[client]
+        sizes = {"P": len(self.federation.samples.public_x), "N": self.classes}
+        sizes |= {"F": self.width(own)} if self._heads else {}
+        return Known(
+            sizes,
+            self.train_size(client),
+            lambda network: self.initial_weights(network or own),
+            lambda network: self.head(network or own),
+            Message() if received is None else received,
+        )
 
     def _judge(self, client: EngineClient, message: Message) -> dict[str, Tensor]:
         """By model kind, the logits of all samples that one client is evaluated on."""
-        models = self.algorithm.models(client, message)
+        models = self._models(client, message)
         where = torch.cat([self.positions(client.id, part) for part in EVALUATED_ON])
-        return {kind: client.logits(model, where) for kind, model in models.items()}
+        return {kind: client.said(model, where) for kind, model in models.items()}
 
     def measured(
         self, clients: Iterable[int], logits: Sequence[Mapping[str, Tensor]]
@@ -159,9 +279,9 @@ class Population:
     def record(self, client: int) -> ClientRecord:
         return self.records.get(client) or ClientRecord(self._first_weights(client))
 
-    def client(self, client: int, round: int) -> EngineClient:
-        """One client as an algorithm sees it in a round; an engine must answer its requests."""
-        return EngineClient(self, client, round)
+    def client(self, client: int, round: int, judged: bool = False) -> EngineClient:
+        """One client, in one round; ``judged`` where its models are only evaluated."""
+        return EngineClient(self, client, round, judged)
 
     def _first_weights(self, client: int) -> Weights:
         if self._own_initial:
@@ -177,7 +297,7 @@ class Population:
 
     def _draw_weights(self, architecture: str, *, client: int = -1, number: int = 0) -> Weights:
         drawn = initial_weights(
-            self.by_label[architecture],
+            (self.by_label | self.extra)[architecture],
             self.federation.input_shape,
             self.classes,
             self.seed,
@@ -199,6 +319,16 @@ def with_public_statistics(weights: Weights, algorithm: Algorithm, training: Tra
     """With BatchNorm statistics of public batches, where those have their own: as yet the same."""
     separate = algorithm.trains_on_public_set and training.public_batchnorm == "separate"
     return weights._replace(public_buffers=weights.buffers if separate else {})
+
+
+def named_networks(algorithm: Algorithm, labels: Container[str]) -> dict[str, Architecture]:
+    """The networks an algorithm has beside the clients' own, whose labels are given."""
+    networks: dict[str, Architecture] = {}
+    for name, architecture in algorithm.networks().items():
+        if name == OWN or name in labels:
+            raise ConfigError(f"'{name}' is the name of a client's network: choose another")
+        networks[name] = architectures.build(plain(architecture))
+    return networks
 
 
 def changed_records(jobs: Sequence[Job]) -> dict[int, ClientRecord]:

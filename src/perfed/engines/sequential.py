@@ -5,19 +5,21 @@ Every other engine is tested against this one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import functional_call
 
-from perfed.core.algorithm import Network, trainable
+from perfed.core.algorithm import Network, Private, Public, trainable
+from perfed.core.gradients import check_sample_gradients, clipped_mean
+from perfed.core.network import outputs
 from perfed.core.tree import Weights
-from perfed.engines.base import Job, Logits, Request, Sgd, mini_batches
+from perfed.engines.base import Forward, Job, Request, Sgd, Trained, mini_batches
 from perfed.engines.local import LocalEngine
 
 EVALUATION_BATCH = 2048
+Params = dict[str, dict[str, Tensor]]  # by network, then by name
 
 
 class SequentialEngine(LocalEngine):
@@ -33,35 +35,88 @@ class SequentialEngine(LocalEngine):
                 results.append(job.work())
         return results
 
-    def answer(self, request: Request) -> Weights | Tensor:
+    def answer(self, request: Request) -> Trained | Tensor:
         with self.precision.active(request.client.population.device):
-            return train(request) if isinstance(request, Sgd) else logits(request)
+            return train(request) if isinstance(request, Sgd) else run_forward(request)
 
 
-def train(request: Sgd) -> Weights:
-    population = request.client.population
-    module = population.modules[request.client.architecture].train()
-    weights = request.weights.clone()  # what the caller holds stays as it is
-    params = trainable(module, weights)
-    network = Network(module, weights, population.training.public_batchnorm)
+def train(request: Sgd) -> Trained:
+    optimizer = request.client.population.training.optimizer
+    modules = _modules(request)
+    # What the caller holds stays as it is.
+    models = {name: weights.clone() for name, weights in request.models.items()}
+    params = {name: trainable(modules[name], weights) for name, weights in models.items()}
+    networks = _networks(request, modules, models)
+    states = dict(request.states)
     for private, public in mini_batches(request):
-        loss = request.objective(network, private, public, *request.inputs)
-        gradients = torch.autograd.grad(loss, params, materialize_grads=True)
+        gradients = _gradients(request, networks, params, private, public)
         with torch.no_grad():
-            for param, gradient in zip(params, gradients, strict=True):
-                param -= request.rate * gradient
-    return Weights(*({n: t.detach() for n, t in part.items()} for part in weights))
+            for network, own in params.items():
+                directions, states[network] = optimizer.update(
+                    gradients[network], own, states[network]
+                )
+                for name, param in own.items():
+                    param -= request.rate * directions[name]
+    return Trained({name: weights.detached() for name, weights in models.items()}, states)
+
+
+def _gradients(
+    request: Sgd,
+    networks: Mapping[str, Network],
+    params: Params,
+    private: Private | tuple[Private, ...],
+    public: Public | None,
+) -> Params:
+    """The gradient of the objective on one step's mini-batches."""
+    if request.sample_clip is not None:
+
+        def loss_at(at: Params, one: Private) -> Tensor:
+            moved = {name: network.with_params(at[name]) for name, network in networks.items()}
+            return _loss(request, moved, one, public)
+
+        here = {name: {n: t.detach() for n, t in own.items()} for name, own in params.items()}
+        return clipped_mean(loss_at, here, private, request.sample_clip)
+    loss = _loss(request, networks, private, public)
+    flat = [param for own in params.values() for param in own.values()]
+    found = iter(torch.autograd.grad(loss, flat, materialize_grads=True))
+    return {network: {name: next(found) for name in own} for network, own in params.items()}
+
+
+def _loss(
+    request: Sgd, networks: Mapping[str, Network], private: Any, public: Public | None
+) -> Tensor:
+    given: Any = next(iter(networks.values())) if request.single else networks
+    return request.objective(given, private, public, *request.inputs)
+
+
+def _networks(
+    request: Sgd, modules: Mapping[str, torch.nn.Module], models: Mapping[str, Weights]
+) -> dict[str, Network]:
+    population = request.client.population
+    how = population.training.public_batchnorm
+    return {
+        name: Network(modules[name], models[name], how, population.head(label))
+        for name, label in request.labels().items()
+    }
+
+
+def _modules(request: Sgd) -> dict[str, torch.nn.Module]:
+    population = request.client.population
+    modules = {name: population.modules[label].train() for name, label in request.labels().items()}
+    if request.sample_clip is not None:
+        check_sample_gradients(modules.values(), request.batches)
+    return modules
 
 
 @torch.no_grad()
-def logits(request: Logits) -> Tensor:
+def run_forward(request: Forward) -> Tensor:
     population = request.client.population
-    module = population.modules[request.client.architecture].eval()
+    module, head = population.modules[request.label].eval(), population.head(request.label)
     x = population.public_x if request.where is None else population.x[request.where]
     tensors = request.tensors()
     return torch.cat(
         [
-            functional_call(module, tensors, (batch,)).to(x.dtype)
+            outputs(module, head, tensors, batch, request.what)
             for batch in torch.split(x, EVALUATION_BATCH)
         ]
     )

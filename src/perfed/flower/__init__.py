@@ -3,7 +3,10 @@
     protocol     what crosses, and the checks both sides make
     settings     the two configuration files, a coordinator's and a site's
     site         what a site does with a task, and what it keeps on its disk
-    coordinator  who is there, what a round waits for
+    membership   who is there
+    numbers      how sites evaluate their models
+    server_networks  what the server knows of networks
+    coordinator  what a round waits for
     codec        envelopes as Flower records
     server_app, client_app   what Flower starts
     initialise   ``perfed federation init``

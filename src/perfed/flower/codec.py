@@ -38,7 +38,7 @@ def decode(records: RecordDict) -> Envelope:
             array = records.array_records["message"][""]
             if array.stype != ENCODING:
                 raise ValueError(f"arrays encoded as {array.stype}")
-            message = Message.from_arrays(tensorfile.decode(array.data)[0])
+            message = Message.from_arrays(tensorfile.decode(array.data, tensorfile.MESSAGE)[0])
     except tensorfile.MALFORMED as error:
         raise Refused(f"not an envelope of perfed: {type(error).__name__}: {error}") from None
     return Envelope(header, message, facts, refusal)

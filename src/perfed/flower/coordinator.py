@@ -16,21 +16,29 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import chdir
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from perfed.config import parse, read_mapping
-from perfed.core.algorithm import Algorithm, ClientInfo, Server
+from perfed.core.algorithm import ClientInfo, Server
 from perfed.core.channel import Channel
-from perfed.core.errors import ConfigError, PerfedError, RunError
+from perfed.core.declaration import Known, networks
+from perfed.core.errors import PerfedError, RunError
 from perfed.core.message import Message
-from perfed.core.metrics import EVALUATED_ON, MODEL_KINDS, column_metrics, column_name
 from perfed.core.selection import select_clients
-from perfed.core.tree import Weights, flatten
+from perfed.core.tree import flatten
 from perfed.engines import ClientRecord
-from perfed.engines.population import with_public_statistics
+from perfed.flower.membership import Member, Membership, Say, Transport
+from perfed.flower.numbers import (
+    Numbers,
+    alike,
+    arrays_of,
+    checked_numbers,
+    columns_of,
+    numbers_in,
+)
 from perfed.flower.protocol import (
     EVALUATE,
     FIRST,
@@ -42,9 +50,9 @@ from perfed.flower.protocol import (
     check_answer,
     public_hash,
 )
+from perfed.flower.server_networks import ServerNetworks
 from perfed.flower.settings import CoordinatorOptions, read_coordinator
-from perfed.flower.site import PARTS, Numbers, Plan, judged_alone
-from perfed.models import build_module, initial_weights
+from perfed.flower.site import Plan
 from perfed.runs.coordinator import (
     Callback,
     Coordinator,
@@ -58,24 +66,6 @@ from perfed.runs.coordinator import (
 from perfed.runs.directory import FEDERATION, RunDirectory, environment
 from perfed.runs.result import Result
 
-Say = Callable[[str], None]
-MOST = 10**12  # samples that a site may say it has
-NEEDED = [column_name(part, name) for part in EVALUATED_ON for name in ("accuracy", "loss")]
-"""What every site must tell of its models. Of other metrics, it tells those that it knows."""
-
-
-class Transport(Protocol):
-    """What carries envelopes."""
-
-    def nodes(self) -> list[int]:
-        """Who is connected."""
-
-    def send(self, node: int, task: Envelope, seconds: float) -> str:
-        """Returns a name by which to ask for the answer, which is of use for so long."""
-
-    def receive(self, names: Iterable[str]) -> dict[str, Envelope | str]:
-        """What has arrived of these: an answer, or why there will be none."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Task:
@@ -85,111 +75,6 @@ class Task:
     kind: str
     round: int
     message: Message
-
-
-@dataclasses.dataclass
-class Member:
-    """What the coordinator knows of a client that has joined."""
-
-    architecture: str
-    sizes: dict[str, int]
-    site: str
-    """The folder it keeps its state in; another one under the same number is another site."""
-
-
-class Membership:
-    """Which node is which client. A node is asked to join when it is first seen, and again after
-    it was left out of a round."""
-
-    def __init__(
-        self, transport: Transport, invitation: Envelope, options: CoordinatorOptions, say: Say
-    ) -> None:
-        self.members: dict[int, Member] = {}
-        self.numbers: dict[int, Numbers] = {}
-        """The newest judgement of each client that told its own."""
-        self.admit: Callable[[str], None] = lambda architecture: None
-        """Raises ConfigError where the server cannot serve an architecture."""
-        self.has_trained: Callable[[int], bool] = lambda client: False
-        self.changed: Callable[[], None] = lambda: None
-        self._transport = transport
-        self._invitation = invitation
-        self._options = options
-        self._say = say
-        self._node_of: dict[int, int] = {}
-        self._asked: dict[int, tuple[str, float]] = {}  # node → the invitation, and when
-        self._connected: set[int] = set()
-
-    def look(self) -> None:
-        """See who is connected, take in who has answered, and invite whoever has not joined."""
-        self._connected = set(self._transport.nodes())
-        self._node_of = {c: n for c, n in self._node_of.items() if n in self._connected}
-        waiting = {name: node for node, (name, _) in self._asked.items() if name}
-        for name, answer in self._transport.receive(waiting).items() if waiting else ():
-            node = waiting[name]
-            self._asked[node] = ("", time.monotonic())
-            try:
-                self._take_in(node, answer)
-            except PerfedError as error:
-                self._say(f"node {node} may not join: {error}")
-        joined = set(self._node_of.values())
-        for node in self._connected - joined:
-            _, asked = self._asked.get(node, ("", -float("inf")))
-            if time.monotonic() - asked > self._options.deadline:
-                try:
-                    name = self._transport.send(node, self._invitation, self._options.deadline)
-                except PerfedError as error:
-                    name = ""
-                    self._say(f"node {node} cannot be asked to join: {error}")
-                self._asked[node] = (name, time.monotonic())
-
-    def present(self) -> list[int]:
-        return sorted(self._node_of)
-
-    def node(self, client: int) -> int:
-        return self._node_of[client]
-
-    def has_moved(self, client: int, node: int) -> bool:
-        """Whether a client has come back as another node: what the old one was asked is lost."""
-        return self._node_of.get(client, node) != node
-
-    def leave_out(self, client: int, node: int) -> None:
-        """Until it has answered an invitation, which goes out at once; unless it has come back as
-        another node meanwhile."""
-        if self._node_of.get(client) == node:
-            del self._node_of[client]
-            self._asked.pop(node, None)
-
-    def _take_in(self, node: int, answer: Envelope | str) -> None:
-        if isinstance(answer, str):
-            raise Refused(answer)
-        check_answer(self._invitation.header, answer)
-        client, member, numbers = _introduction(answer.facts, self._options.experiment.clients)
-        self._forget_other_numbers(member.site, client)
-        before = self.members.get(client)
-        if before is not None and before.site != member.site and client in self._node_of:
-            raise Refused(f"client {client} is another site already: give this one its own number")
-        if before is not None and before.architecture != member.architecture:
-            raise Refused(
-                f"client {client} came with '{before.architecture}' before, "
-                f"now with '{member.architecture}'"
-            )
-        self.admit(member.architecture)
-        self.members[client] = member
-        self._node_of[client] = node
-        if numbers:
-            self.numbers[client] = numbers
-        self._say(
-            f"client {client} is there: {member.architecture}, {member.sizes['train']} samples"
-        )
-        self.changed()
-
-    def _forget_other_numbers(self, site: str, client: int) -> None:
-        """A site that came with a wrong number, and has done nothing under it, gives it back."""
-        for other, member in list(self.members.items()):
-            if member.site == site and other != client and not self.has_trained(other):
-                del self.members[other]
-                self._node_of.pop(other, None)
-                self.numbers.pop(other, None)
 
 
 class FederatedRun(Coordinator):
@@ -209,23 +94,25 @@ class FederatedRun(Coordinator):
         self._transport = transport
         self._say = say
         public = options.public_samples()
-        self._shape: tuple[int, ...] = public.shape[1:]
         self._public_x = torch.as_tensor(public, dtype=torch.get_default_dtype())
         self._public = public_hash(public)
-        self._architectures = {a.label(): a for a in experiment.models.architectures}
-        self._initial: dict[tuple[str, int], Weights] = {}
+        self._networks = ServerNetworks(experiment, public.shape[1:], options.classes)
         self._absent: dict[str, str] = {}
+        self._nodes: dict[int, int] = {}
+        """Where each client was when it was last asked."""
         self._directory = directory
         self.run = self._run_id()
         plan = Plan(
             experiment.name,
             experiment.seed,
             experiment.clients,
+            experiment.rounds,
             options.classes,
             experiment.models.initial,
             experiment.training,
             self.algorithm,
             experiment.metrics,
+            experiment.wire,
         )
         invitation = Envelope(self._header(JOIN, -1), facts={"plan": plan.to_mapping()})
         self.membership = Membership(transport, invitation, options, say)
@@ -244,6 +131,7 @@ class FederatedRun(Coordinator):
         headers = {task.client: self._header(task.kind, task.round) for task in jobs}
         waiting: dict[str, int] = {}
         nodes = {task.client: self.membership.node(task.client) for task in jobs}
+        self._nodes |= nodes
         for task in jobs:
             envelope = Envelope(headers[task.client], task.message)
             try:
@@ -282,23 +170,37 @@ class FederatedRun(Coordinator):
         self.membership.leave_out(client, node)
 
     def _gather(
-        self, kind: str, round: int, messages: Callable[[list[int]], Mapping[int, Message]]
+        self,
+        kind: str,
+        round: int,
+        messages: Callable[[list[int]], Mapping[int, Message]],
+        channel: Channel,
     ) -> Steps[dict[int, Message]]:
-        """The answers of a round: of as many clients as it needs, or at least of the minimum."""
+        """The answers of a round that are admitted: of as many clients as it needs, or at least of
+        the minimum. Whose answer was refused is not asked again before a deadline is over."""
         everyone = self.algorithm.trains_everyone()
         wanted = self.experiment.clients if everyone else self.experiment.clients_per_round
         replies: dict[int, Message] = {}
         self._absent = {}
+        self._begin_round()
         while True:
-            self._wait_for(max(1, self.options.minimum - len(replies)), without=replies)
-            clients = self._draw(round, wanted - len(replies), without=replies)
+            missing = max(1, self.options.minimum - len(replies))
+            patience = self.options.deadline if self.refused else float("inf")
+            self._wait_for(missing, without={*replies, *self.refused}, seconds=patience)
+            if len({*self.membership.present()} - {*replies, *self.refused}) < missing:
+                self.refused = {}  # they may have been mended meanwhile
+            clients = self._draw(round, wanted - len(replies), {*replies, *self.refused})
             tasks = [Task(c, kind, round, message) for c, message in messages(clients).items()]
-            for task, answer in zip(tasks, (yield tasks), strict=True):
-                if answer is not None:
-                    replies[task.client] = answer.message
-                    self._absent.pop(str(task.client), None)
-                    if "numbers" in answer.facts:
-                        self.membership.numbers[task.client] = _numbers(answer.facts)
+            answers = zip(tasks, (yield tasks), strict=True)
+            answered = {task.client: answer for task, answer in answers if answer is not None}
+            sent = {client: answer.message for client, answer in answered.items()}
+            for client, message in self._admitted(round, sent, channel).items():
+                replies[client] = message
+                self._absent.pop(str(client), None)
+                if "numbers" in answered[client].facts:
+                    self.membership.numbers[client] = checked_numbers(answered[client].facts)
+            for client in answered.keys() - replies.keys():
+                self._leave_out(client, self._nodes[client], self.refused[client])
             if len(replies) >= self.options.minimum:
                 return replies
             self._say(
@@ -324,6 +226,8 @@ class FederatedRun(Coordinator):
     def _draw(self, round: int, count: int, without: Iterable[int]) -> list[int]:
         """As in a simulation, of those that are there."""
         there = [client for client in self.membership.present() if client not in without]
+        if not there:
+            return []
         sizes = np.array([self.membership.members[client].sizes["train"] for client in there])
         drawn = select_clients(
             sizes,
@@ -349,7 +253,7 @@ class FederatedRun(Coordinator):
                 if known is not None
             }
         for line in directory.lines("clients.jsonl")[-1:]:
-            self.membership.numbers = _from_columns(line, self.experiment.clients)
+            self.membership.numbers = numbers_in(line, self.experiment.clients)
 
     def _restore(self, records: Mapping[int, ClientRecord]) -> None:
         """Started again: those that were there get the time of a round to say that they are."""
@@ -358,13 +262,13 @@ class FederatedRun(Coordinator):
 
     def _opening(self, channel: Channel) -> Steps[dict[str, Any] | None]:
         self._wait_for(self.options.start_with or self.experiment.clients)
-        self.progress.state = self.algorithm.start(self._server(-1))
-        if type(self.algorithm).first_message is Algorithm.first_message:
+        self.progress.state = self.algorithm.start(self.server(-1))
+        if not self.algorithm.has_opening:
             return None
         replies = yield from self._gather(
-            FIRST, -1, lambda clients: dict.fromkeys(clients, Message())
+            FIRST, -1, lambda clients: dict.fromkeys(clients, Message()), channel
         )
-        self._merge(-1, channel.up(replies))
+        self.merge(-1, replies)
         traffic = vars(channel.total).copy()
         return {
             "round": -1,
@@ -378,17 +282,19 @@ class FederatedRun(Coordinator):
         before = dataclasses.replace(channel.total)
         with self._timed("clients"):
             replies = yield from self._gather(
-                ROUND, round, lambda clients: channel.down(self._broadcast(round, clients))
+                ROUND, round, lambda clients: self._broadcast(round, clients, channel), channel
             )
         with self._timed("merge"):
-            self._merge(round, channel.up(replies))
+            self.merge(round, replies)
         for client in replies:
             self.progress.trained[client] += 1
         return sorted(replies), difference(channel.total, before)
 
     def _evaluate(self, round: int, directory: RunDirectory) -> Steps[dict[str, Any]]:
         with self._timed("evaluate"):
-            if judged_alone(self.algorithm):  # a client judges itself whenever it has trained
+            if (
+                not self.algorithm.evaluated_with_server
+            ):  # a client judges itself whenever it has trained
                 numbers = self.membership.numbers
             else:
                 numbers = yield from self._ask_for_numbers(round)
@@ -399,127 +305,84 @@ class FederatedRun(Coordinator):
         numbers = alike(numbers)
         if not numbers:
             return {}
-        directory.append("clients.jsonl", {"round": round} | self._columns(numbers))
+        line = {"round": round} | columns_of(numbers, self._everyone())
+        directory.append("clients.jsonl", line)
         who = sorted(numbers)
-        columns = {
-            kind: {
-                name: np.array([numbers[client][kind][name] for client in who])
-                for name in known_to_all(numbers, kind)
-            }
-            for kind in numbers[who[0]]
-        }
         members = [self.membership.members[client] for client in who]
         return summaries(
-            columns,
+            arrays_of(numbers, who),
             np.array([member.sizes["train"] for member in members]),
             np.array([member.sizes["test"] for member in members]),
             [self.progress.trained[client] for client in who],
         )
 
     def _ask_for_numbers(self, round: int) -> Steps[dict[int, Numbers]]:
-        messages = self._evaluation_messages(round, self.membership.present())
+        messages = self.evaluation_messages(round, self.membership.present())
         tasks = [Task(c, EVALUATE, round, message) for c, message in messages.items()]
         answers = yield tasks
         return {
-            task.client: _numbers(answer.facts)
+            task.client: checked_numbers(answer.facts)
             for task, answer in zip(tasks, answers, strict=True)
             if answer is not None
         }
 
-    def _merge(self, round: int, replies: Mapping[int, Message]) -> None:
-        """One answer that does not fit the others does not end the run: it is left out."""
+    def merge(self, round: int, replies: Mapping[int, Message]) -> None:
+        super().merge(round, replies)
+        check_finite(round, {"the server": [*flatten(self.progress.state).items()]})
         try:
-            self._merge_to_finite(round, replies)
-            return
-        except Exception as error:  # whatever an algorithm can stumble over in odd arrays
-            fault = error
-        for client in replies:
-            try:
-                self._merge_to_finite(
-                    round, {k: reply for k, reply in replies.items() if k != client}
-                )
-            except Exception:
-                continue
-            self._say(f"the answer of client {client} is left out: it does not fit the others'")
-            self._absent[str(client)] = "its answer does not fit the others'"
-            return
-        if isinstance(fault, PerfedError):
-            raise fault
-        raise RunError(f"the answers of round {round} do not fit together: {fault}")
-
-    def _merge_to_finite(self, round: int, replies: Mapping[int, Message]) -> None:
-        before = self.progress.state
-        try:
-            super()._merge(round, replies)
-            check_finite(round, {"the server": [*flatten(self.progress.state).items()]})
             json.dumps(self._described, allow_nan=False)  # as the round's line will have it
-        except Exception:
-            self.progress.state = before
-            raise
-
-    def _columns(self, numbers: Mapping[int, Numbers]) -> dict[str, dict[str, list[float | None]]]:
-        """A place for every client; those of whom nothing is known have no number."""
-        one = next(iter(numbers.values()))
-        return {
-            kind: {
-                name: [
-                    numbers[client][kind].get(name) if client in numbers else None
-                    for client in self._everyone()
-                ]
-                for name in column_metrics()
-                if any(name in judged[kind] for judged in numbers.values())
-            }
-            for kind in one
-        }
+        except (TypeError, ValueError) as error:
+            name = self.algorithm.registered_name
+            raise RunError(f"round {round}: what '{name}' describes is no JSON: {error}") from None
 
     def _facts(self, clients: list[int]) -> dict[str, Any]:
         """Who took no part and why, also where that began in an earlier round."""
         gone = set(range(self.experiment.clients)) - set(self.membership.present())
         return {"absent": {str(client): "is not there" for client in sorted(gone)} | self._absent}
 
-    def _server(self, round: int) -> Server:
+    def server(self, round: int) -> Server:
         there = Counter(member.architecture for member in self.membership.members.values())
-        return self._server_for(round, dict.fromkeys(self._architectures, 0) | there)
+        return self._server_for(round, dict.fromkeys(self._networks.labels, 0) | there)
 
     def _server_for(self, round: int, population: Mapping[str, int]) -> Server:
         return Server(
             self.experiment.seed,
             round,
             population,
-            self._initial_weights,
-            _Modules(self._module),
+            self._networks.initial,
+            self._networks,
             self._public_x,
         )
 
-    def _info(self, client: int) -> ClientInfo:
-        return ClientInfo(client, self.membership.members[client].architecture)
+    def info(self, client: int) -> ClientInfo:
+        member = self.membership.members[client]
+        return ClientInfo(client, member.architecture, member.sizes["train"])
 
-    # What the server knows of networks: only those in its own configuration.
+    def known(self, client: int) -> Known:
+        info, features = self.info(client), self.membership.members[client].features
+        sizes = {"P": len(self._public_x), "N": self.options.classes}
+        sizes |= {"F": features} if features else {}
+        return Known(
+            sizes,
+            info.samples,
+            lambda network: self._networks.initial(network or info.architecture),
+            lambda network: self._networks.head(network or info.architecture),
+            self._broadcasts.get(client, Message()),
+        )
 
-    def _admit(self, architecture: str) -> None:
-        """A method whose server sends weights cannot serve an architecture it does not know."""
-        self.algorithm.start(self._server_for(-1, {architecture: 1}))
-
-    def _initial_weights(self, architecture: str, number: int = 0) -> Weights:
-        key = (architecture, number)
-        if key not in self._initial:
-            known, experiment = self._known(architecture), self.experiment
-            drawn = initial_weights(
-                known, self._shape, self.options.classes, experiment.seed, number=number
-            )
-            self._initial[key] = with_public_statistics(drawn, self.algorithm, experiment.training)
-        return self._initial[key]
-
-    def _module(self, architecture: str) -> torch.nn.Module:
-        return build_module(self._known(architecture), self._shape, self.options.classes)
-
-    def _known(self, architecture: str) -> Any:
-        if architecture not in self._architectures:
-            raise ConfigError(
-                f"'{self.algorithm.registered_name}' sends weights, and '{architecture}' is not "
-                "among the coordinator's experiment.models.architectures"
-            )
-        return self._architectures[architecture]
+    def _admit(self, member: Member) -> None:
+        """A method that sends weights cannot serve an architecture the server does not know; one
+        that compares features cannot serve two widths of them."""
+        self.algorithm.start(self._server_for(-1, {member.architecture: 1}))
+        for network in networks(self._messages.up):
+            self._networks.initial(network or member.architecture)
+        if self.algorithm.shares_features:
+            widths = {other.features for other in self.membership.members.values()}
+            if widths and member.features not in widths:
+                raise Refused(
+                    f"its network gives {member.features} features, those of the others "
+                    f"{widths.pop()}: '{self.algorithm.registered_name}' needs one width"
+                )
 
     # What identifies the run.
 
@@ -543,25 +406,6 @@ class FederatedRun(Coordinator):
             for client in self._everyone()
         ]
         self._directory.write_json("partition.json", {"clients": clients})
-
-
-class _Modules(Mapping[str, torch.nn.Module]):
-    """Modules by architecture, made when asked for."""
-
-    def __init__(self, make: Callable[[str], torch.nn.Module]) -> None:
-        self._make = make
-        self._made: dict[str, torch.nn.Module] = {}
-
-    def __getitem__(self, architecture: str) -> torch.nn.Module:
-        if architecture not in self._made:
-            self._made[architecture] = self._make(architecture)
-        return self._made[architecture]
-
-    def __iter__(self) -> Any:
-        return iter(self._made)
-
-    def __len__(self) -> int:
-        return len(self._made)
 
 
 class Lines(Callback):
@@ -610,64 +454,6 @@ def _checked(task: Header, answer: Envelope | str) -> Envelope:
     check_answer(task, answer)
     if not isinstance(answer.facts, Mapping):
         raise Refused("its answer has no facts")
-    check_finite(task.round, {"its answer": [*answer.message.arrays.items()]})
     if task.kind == EVALUATE or "numbers" in answer.facts:
-        _numbers(answer.facts)
+        checked_numbers(answer.facts)
     return answer
-
-
-def _introduction(facts: Mapping[str, Any], clients: int) -> tuple[int, Member, Numbers]:
-    """What a site says of itself on joining. It may run other code than this: nothing is taken
-    for granted."""
-    try:
-        client, sizes = int(facts["client"]), {p: int(facts["sizes"][p]) for p in PARTS}
-        member = Member(str(facts["architecture"]), sizes, str(facts["site"]))
-    except (KeyError, TypeError, ValueError, OverflowError):
-        raise Refused("it does not say who it is") from None
-    if not member.architecture.isprintable():
-        raise Refused(f"its architecture's name, {member.architecture!a}, is no text")
-    if not 0 <= client < clients or not 1 <= min(sizes.values()) <= max(sizes.values()) <= MOST:
-        raise Refused(f"client {client} with {sizes} samples: there is no such client")
-    return client, member, _numbers(facts) if "numbers" in facts else {}
-
-
-def _numbers(facts: Mapping[str, Any]) -> Numbers:
-    """How a site judges its models; raises Refused where these are not numbers."""
-    known = column_metrics()
-    try:
-        said = dict(facts["numbers"])
-        numbers = {
-            kind: {n: float(said[kind][n]) for n in known if n in NEEDED or n in said[kind]}
-            for kind in said
-        }
-    except (KeyError, TypeError, ValueError, OverflowError):
-        raise Refused("its judgement of its models is not one") from None
-    possible = all(known[name].possible(one[name]) for one in numbers.values() for name in one)
-    if not numbers or not numbers.keys() <= set(MODEL_KINDS) or not possible:
-        raise Refused("its judgement of its models is not one")
-    return numbers
-
-
-def alike(numbers: Mapping[int, Numbers]) -> dict[int, Numbers]:
-    """Without those who judge other kinds of models than most do."""
-    kinds = Counter(tuple(sorted(judged)) for judged in numbers.values())
-    usual = kinds.most_common(1)[0][0] if kinds else ()
-    return {k: judged for k, judged in numbers.items() if tuple(sorted(judged)) == usual}
-
-
-def known_to_all(numbers: Mapping[int, Numbers], kind: str) -> list[str]:
-    """The metrics that every client told: means over some clients would not be comparable."""
-    return [n for n in column_metrics() if all(n in judged[kind] for judged in numbers.values())]
-
-
-def _from_columns(line: Mapping[str, Any], clients: int) -> dict[int, Numbers]:
-    """The numbers of each client, from a line of an evaluation."""
-    judged = {kind: columns for kind, columns in line.items() if kind != "round"}
-    return {
-        client: {
-            kind: {n: values[client] for n, values in columns.items() if values[client] is not None}
-            for kind, columns in judged.items()
-        }
-        for client in range(clients)
-        if all(columns[name][client] is not None for columns in judged.values() for name in NEEDED)
-    }

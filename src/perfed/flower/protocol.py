@@ -9,17 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from perfed.core.errors import PerfedError
+from perfed.core.errors import Refused as Refused
 from perfed.core.message import Message
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Raised whenever the two sides would no longer understand each other."""
 
 JOIN, FIRST, ROUND, EVALUATE = "join", "first", "round", "evaluate"
-
-
-class Refused(PerfedError):
-    """A task or an answer that must not be used; the reason is told to the other side."""
 
 
 @dataclass(frozen=True)

@@ -37,9 +37,12 @@ from perfed.core.metrics import known_metric
 from perfed.core.schema import from_mapping, plain
 from perfed.core.threads import cpu_threads
 from perfed.core.tree import flatten, unflatten
+from perfed.core.wire import Link, Stage, stages
 from perfed.data import ClientSplit, Federation
-from perfed.engines import ClientRecord, Execution, Population, SequentialEngine
+from perfed.engines import ClientRecord, Execution, Outcome, Population, SequentialEngine
+from perfed.engines.base import Method
 from perfed.engines.execution import fitting_threads
+from perfed.flower.numbers import Numbers
 from perfed.flower.protocol import (
     EVALUATE,
     FIRST,
@@ -52,12 +55,11 @@ from perfed.flower.protocol import (
 )
 from perfed.flower.settings import SiteOptions, read_site
 from perfed.models import Models, parameter_count
-from perfed.runs.coordinator import check_finite
-from perfed.runs.result import headline, tensors_of
+from perfed.runs.coordinator import check_finite, diverged
+from perfed.runs.result import headline
 
-PARTS = ("train", "validation", "test")
+SPLIT_PARTS = ("train", "validation", "test")
 BEFORE_ALL = -2  # the last round of a site that has done none; the opening is −1
-Numbers = dict[str, dict[str, float]]  # by model kind and name: personal → test_accuracy → 0.9
 
 
 @dataclass(frozen=True)
@@ -67,11 +69,13 @@ class Plan:
     name: str
     seed: int
     clients: int
+    rounds: int
     classes: int
     initial: Literal["common", "own"]
     training: Training
     algorithm: Algorithm
     metrics: tuple[str, ...] = ()
+    wire: tuple[Stage, ...] = ()
 
     def to_mapping(self) -> dict[str, Any]:
         return {name: plain(value) for name, value in vars(self).items()}
@@ -83,7 +87,8 @@ class Plan:
         metrics = tuple(values.get("metrics", ()))
         for path in metrics:
             known_metric(path)
-        made = {"training": training, "algorithm": algorithm, "metrics": metrics}
+        wire = tuple(map(stages.build, values["wire"]))
+        made = {"training": training, "algorithm": algorithm, "metrics": metrics, "wire": wire}
         return cls(**{**values, **made})
 
 
@@ -182,10 +187,11 @@ class Site:
             "client": options.client,
             "site": self._identity(),
             "architecture": population.architectures[options.client],
-            "sizes": {part: len(getattr(self.split, part)) for part in PARTS},
+            "sizes": {part: len(getattr(self.split, part)) for part in SPLIT_PARTS},
+            "features": population.width(population.architectures[options.client]),
             "round": checkpoint.round,
         }
-        if judged_alone(plan.algorithm):
+        if not plan.algorithm.evaluated_with_server:
             round = max(checkpoint.round, 0)
             facts["numbers"] = self._judge(population, round, Message())[0]
         self.say(f"asks to join {task.header.run} as client {options.client}")
@@ -236,41 +242,34 @@ class Site:
     def _train(
         self, task: Envelope, plan: Plan, population: Population, before: Checkpoint
     ) -> Checkpoint:
-        header, client, algorithm = task.header, self.options.client, plan.algorithm
+        header, client = task.header, self.options.client
         first = header.kind == FIRST
+        method: Method = "first_message" if first else "client_round"
         with cpu_threads(fitting_threads(population)):
-            replies, records = SequentialEngine().run(
-                population,
-                (lambda one, message: algorithm.first_message(one))
-                if first
-                else algorithm.client_round,
-                {client: task.message},
-                header.round,
-            )
+            call = population.call(method, {client: task.message}, header.round)
+            outcome: Outcome = population.engine.perform([call])[0][client]
             alone = before.alone
             if self.options.alone and not first:
                 alone = self._train_alone(plan, alone, header.round)
-        if client not in replies:
+        if outcome.reply is None:
             raise Refused(
-                f"'{algorithm.registered_name}' has nothing to say before its first round"
+                f"'{plan.algorithm.registered_name}' has nothing to say before its first round"
             )
-        record = before.record if first else records.get(client, before.record)
-        made = [*replies[client].arrays.items()]
-        made += [*record.weights.params.items()] if record else []
-        check_finite(header.round, {"this client": made})
-        return Checkpoint(header.round, record, alone, replies[client])
+        if outcome.fault is not None:
+            raise diverged(header.round, outcome.fault, "this client")
+        record = before.record if first else population.pending.get(client, before.record)
+        return Checkpoint(header.round, record, alone, outcome.reply)
 
     def _train_alone(self, plan: Plan, record: ClientRecord | None, round: int) -> ClientRecord:
         """The same steps on the same mini-batches, without the federation."""
         population = self._population(plan, reference_algorithm(), record)
         client = self.options.client
-        task = reference_algorithm().client_round
-        _, records = SequentialEngine().run(population, task, {client: Message()}, round)
-        return records[client]
+        population.engine.perform([population.call("client_round", {client: Message()}, round)])
+        return population.pending[client]
 
     def _save(self, task: Envelope, plan: Plan, population: Population, after: Checkpoint) -> None:
         model: Mapping[str, Tensor] = {}
-        judge = judged_alone(plan.algorithm) and task.header.kind != FIRST
+        judge = not plan.algorithm.evaluated_with_server and task.header.kind != FIRST
         if judge:
             if after.record is not None:
                 population.commit({self.options.client: after.record})
@@ -295,7 +294,7 @@ class Site:
         }
         if not all(torch.isfinite(torch.tensor([*n.values()])).all() for n in numbers.values()):
             raise Diverged(f"round {round}: the loss here is not finite")
-        return numbers, tensors_of(headline(models))
+        return numbers, headline(models).tensors()
 
     def _report(
         self,
@@ -342,6 +341,7 @@ class Site:
             options.run,
             0,
             options.client + 1,
+            1,
             options.classes,
             "common",
             training,
@@ -408,8 +408,11 @@ class Site:
             Federation(self.samples, splits, {}),
             models,
             plan.training,
+            plan.rounds,
             plan.seed,
             self.device,
+            link=Link(plan.wire if algorithm is plan.algorithm else (), plan.seed),
+            trusts_server=False,
         )
         population.engine = SequentialEngine()
         if record is not None:
@@ -441,8 +444,3 @@ class Site:
             reason = f"cannot write in {self.state}: {error.strerror}"
             raise ConfigError(reason, "state") from None
         return path
-
-
-def judged_alone(algorithm: Algorithm) -> bool:
-    """Whether a client needs nothing from the server to have its models judged."""
-    return type(algorithm).evaluation_message is Algorithm.evaluation_message

@@ -1,10 +1,11 @@
 """Networks, and which client gets which."""
 
-from perfed.models.architectures import CNN, MLP, Architecture, architectures
+from perfed.models.architectures import CNN, MLP, Architecture, architectures, last_linear
 from perfed.models.assignment import (
     Models,
     build_module,
     check_trains_on_one,
+    find_head,
     initial_weights,
     parameter_count,
 )
@@ -17,6 +18,8 @@ __all__ = [
     "architectures",
     "build_module",
     "check_trains_on_one",
+    "find_head",
     "initial_weights",
+    "last_linear",
     "parameter_count",
 ]

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from perfed.core.errors import ConfigError, shape_text
+from perfed.core.errors import ConfigError, did_you_mean, shape_text
 from perfed.core.objects import (
     GIVEN,
     give,
@@ -42,8 +42,26 @@ class Architecture(Component):
     @abstractmethod
     def build(self, input_shape: Shape, classes: int) -> nn.Module: ...
 
+    def head_in(self, module: nn.Module) -> str:
+        """The name of the last layer in what :meth:`build` has made: what comes before it gives
+        features, it makes logits of them. Empty where there is none."""
+        return last_linear(module)
+
     def redraw(self, module: nn.Module) -> None:
         """Draw the weights of what :meth:`build` has made anew, where it makes no draws."""
+
+
+def last_linear(module: nn.Module) -> str:
+    linear = [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear)]
+    return linear[-1] if linear else ""
+
+
+class LayerList(Architecture):
+    """A network that is one layer after another: its head is the last of them."""
+
+    def head_in(self, module: nn.Module) -> str:
+        assert isinstance(module, nn.Sequential)
+        return str(len(module) - 1)
 
 
 class ArchitectureRegistry(Registry[Architecture]):
@@ -80,7 +98,7 @@ def _check_image(shape: Shape, name: str, smallest: int) -> None:
 
 @architectures.register("mlp")
 @dataclass(frozen=True)
-class MLP(Architecture):
+class MLP(LayerList):
     """A multilayer perceptron with ReLU, for any input."""
 
     hidden: tuple[int, ...] = option((64,), "units of each hidden layer", ge=1)
@@ -95,7 +113,7 @@ class MLP(Architecture):
 
 @architectures.register("cnn")
 @dataclass(frozen=True)
-class CNN(Architecture):
+class CNN(LayerList):
     """The paper's CNN: two convolutions with max-pooling, hidden layers 120, 100, 84, 50.
 
     The paper does not give the convolutions. Theirs are LeNet's (6 and 16 channels, 5×5), whose
@@ -121,7 +139,7 @@ class CNN(Architecture):
 
 
 @dataclass(frozen=True)
-class VGG(Architecture):
+class VGG(LayerList):
     """VGG for 32×32 images: convolutions, then 512 → 512 → 512 → classes.
 
     The paper's cost column shows that its "VGG" is this one (9.75 million parameters for VGG11),
@@ -195,6 +213,14 @@ class Imported(Architecture):
     factory: str = option(
         "", "file.py:Name or package.module:Name; called with (input_shape, classes), or nothing"
     )
+    head: str = option("", "the name of its last layer, where that is not its last Linear")
+
+    def head_in(self, module: nn.Module) -> str:
+        if self.head and self.head not in dict(module.named_modules()):
+            known = [name for name, _ in module.named_modules() if name]
+            hint = did_you_mean(self.head, known)
+            raise ConfigError(f"'{self.label()}' has no layer '{self.head}'{hint}", "models.head")
+        return self.head or last_linear(module)
 
     def build(self, input_shape: Shape, classes: int) -> nn.Module:
         found = import_object(self.factory)
@@ -229,19 +255,19 @@ class Imported(Architecture):
                 )
 
     def label(self) -> str:
-        return self.factory.removeprefix(GIVEN)
+        return self.factory.removeprefix(GIVEN) + (f"(head={self.head})" if self.head else "")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """To a worker: with the object itself, where it is known by no other name."""
         value = import_object(self.factory) if self.factory.startswith(GIVEN) else None
-        return _sent, (self.factory, whereabouts(self.factory), value)
+        return _sent, (self.factory, self.head, whereabouts(self.factory), value)
 
 
-def _sent(factory: str, file: tuple[str, str], value: Any) -> Imported:
+def _sent(factory: str, head: str, file: tuple[str, str], value: Any) -> Imported:
     tell_whereabouts(*file)
     if value is not None:
         give_again(factory, value)
-    return Imported(factory=factory)
+    return Imported(factory=factory, head=head)
 
 
 def _both(input_shape: Shape, classes: int) -> tuple[tuple[Any, ...], str]:

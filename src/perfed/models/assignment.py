@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from perfed.core.errors import ConfigError, shape_text
+from perfed.core.network import head_outputs, outputs
 from perfed.core.schema import Options, option
 from perfed.core.streams import numpy_stream, torch_stream
 from perfed.core.tree import Weights
@@ -158,6 +159,39 @@ def check_trains_on_one(label: str, module: nn.Module, shape: Shape, where: str)
             f"BatchNorm in '{label}' has one value per channel to normalise: must be at least 2",
             where,
         ) from None
+
+
+def find_head(architecture: Architecture, module: nn.Module, shape: Shape) -> tuple[str, int]:
+    """The name of a network's last layer and the width of what goes into it, after checking that
+    the network is just that: features, and a head that makes its logits of them."""
+    label = architecture.label()
+    head = architecture.head_in(module)
+    if not head:
+        raise ConfigError(
+            f"'{label}' has no Linear layer that could be its head: name its last layer, as in "
+            "{name: imported, factory: file.py:Net, head: classifier}",
+            "models",
+        )
+    device = next(module.parameters()).device
+    tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+    with torch_stream(0, "template"), torch.no_grad():
+        x = torch.rand(2, *shape).to(device)
+        features = outputs(module.eval(), head, tensors, x, "features")
+        logits = outputs(module, head, tensors, x, "logits")
+        if features.ndim != 2:
+            raise ConfigError(
+                f"'{label}' gives its last layer '{head}' values of shape "
+                f"{shape_text(features.shape[1:])} for a sample: features must be a row of numbers",
+                "models",
+            )
+        made = head_outputs(module, head, tensors, features)
+    if made.shape != logits.shape or not torch.allclose(made, logits, rtol=1e-3, atol=1e-4):
+        raise ConfigError(
+            f"'{label}' does more after its layer '{head}': name the layer that gives the logits "
+            "(head: …)",
+            "models",
+        )
+    return head, features.shape[1]
 
 
 def parameter_count(module: nn.Module) -> int:

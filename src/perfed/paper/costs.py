@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
-from perfed.core.algorithm import Algorithm, ClientInfo, Judged, Reply, Server, algorithms
+from perfed.core.algorithm import Algorithm, Client, ClientInfo, Judged, Reply, Server, algorithms
 from perfed.core.channel import Channel
 from perfed.core.layout import Table
 from perfed.core.message import Message
@@ -99,8 +99,9 @@ def round_cost(
     counted: Callable[[str], bool] = lambda name: True,
 ) -> int:
     """Parameters that cross in one round: the first in which the server has something to say."""
-    infos = [ClientInfo(number, ARCHITECTURE) for number in range(clients)]
-    dry = {info.id: DryClient(info.id, weights) for info in infos}
+    infos = [ClientInfo(number, ARCHITECTURE, samples=1) for number in range(clients)]
+    # It has what the methods of the table use.
+    dry = {info.id: cast(Client, DryClient(info.id, weights)) for info in infos}
     server = _server(weights)
     state = algorithm.start(server)
     up = {k: m for k, client in dry.items() if (m := algorithm.first_message(client)) is not None}

@@ -2,7 +2,8 @@
 
 from perfed.runs.comparison import ComparisonResult, compare, resume, resume_comparison
 from perfed.runs.coordinator import Callback, RoundReport
-from perfed.runs.result import Result, load_model
+from perfed.runs.model_file import load_model
+from perfed.runs.result import Result
 from perfed.runs.simulation import run
 
 __all__ = [

@@ -32,6 +32,8 @@ class Progress:
     opened: bool = False
     """Whether the server has its first state."""
     state: Tree = field(default_factory=dict)
+    link: Tree = field(default_factory=dict)
+    """What the server's end of the wire keeps, by client."""
     traffic: Traffic = field(default_factory=Traffic)
     trained: list[int] = field(default_factory=list)
     """In how many rounds each client has trained."""
@@ -80,6 +82,7 @@ class Checkpoints:
                 next_round=manifest["next_round"],
                 opened=manifest.get("opened", True),
                 state=trees.pop("server"),
+                link=trees.pop("link", {}),  # a run without stages has none
                 traffic=Traffic(**manifest["traffic"]),
                 trained=manifest["trained"],
                 log_sizes=manifest["log_sizes"],
@@ -100,6 +103,8 @@ class Checkpoints:
         self, progress: Progress, records: Mapping[int, ClientRecord], changed: set[int]
     ) -> Iterator[tuple[str, Tree]]:
         yield "server", progress.state
+        if progress.link:
+            yield "link", progress.link
         for client in sorted(changed):
             yield f"client-{client}", records[client].tree()
 

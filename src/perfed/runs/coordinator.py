@@ -18,11 +18,13 @@ import torch
 from perfed.config import Experiment, parse, read_mapping
 from perfed.core.algorithm import Algorithm, ClientInfo, Reply, Server
 from perfed.core.channel import Channel, Traffic
-from perfed.core.errors import Diverged, RunError
+from perfed.core.declaration import Known, refusals
+from perfed.core.errors import Diverged, Refused, RunError
 from perfed.core.message import Message
 from perfed.core.metrics import Columns, summarize
 from perfed.core.streams import torch_stream
-from perfed.core.tree import find_not_finite
+from perfed.core.tree import Tree, find_not_finite
+from perfed.core.wire import Link
 from perfed.engines import ClientRecord
 from perfed.runs.checkpoint import Checkpoints, Progress
 from perfed.runs.directory import FAILED, RunDirectory
@@ -90,6 +92,15 @@ class Coordinator(ABC):
         """Whose records differ from the newest checkpoint's."""
         self.seconds: dict[str, float] = {}
         self._described: dict[str, Any] = {}
+        self._messages = self.algorithm.messages()
+        self._link = Link(experiment.wire, experiment.seed)
+        self.refused: dict[int, str] = {}
+        """Whose messages of this round were not admitted, and why."""
+        self._broadcasts: dict[int, Message] = {}
+        """What clients were sent in this round, as the algorithm wrote it."""
+        self._next_links: dict[int, Tree] = {}
+        """The state of the server's end once the client's answer is admitted."""
+        self._evaluation_channel = Channel()
 
     # What differs with the place of the clients.
 
@@ -102,10 +113,14 @@ class Coordinator(ABC):
         self.records = records
 
     @abstractmethod
-    def _server(self, round: int) -> Server: ...
+    def server(self, round: int) -> Server: ...
 
     @abstractmethod
-    def _info(self, client: int) -> ClientInfo: ...
+    def info(self, client: int) -> ClientInfo: ...
+
+    @abstractmethod
+    def known(self, client: int) -> Known:
+        """By what a client's messages are measured."""
 
     @abstractmethod
     def _opening(self, channel: Channel) -> Steps[dict[str, Any] | None]:
@@ -172,7 +187,8 @@ class Coordinator(ABC):
         last_saved, wait = time.monotonic(), self._checkpoint_seconds
         if not progress.opened:
             if opening := (yield from self._opening(channel)):
-                directory.append("rounds.jsonl", opening | self._server_facts())
+                facts = self._refusal_facts() | self._server_facts()
+                directory.append("rounds.jsonl", opening | facts)
             progress.opened = True
             progress.log_sizes = directory.log_sizes()
             if not wait:  # clients elsewhere do not go back to the opening once they have trained
@@ -182,6 +198,7 @@ class Coordinator(ABC):
             self.seconds = {}
             clients, traffic = yield from self._round(round, channel)
             evaluation = {}
+            self._evaluation_channel = Channel()
             if (round + 1) % experiment.evaluate_every == 0 or round + 1 == experiment.rounds:
                 evaluation = yield from self._evaluate(round, directory)
             directory.append(
@@ -189,12 +206,13 @@ class Coordinator(ABC):
                 {
                     "round": round,
                     "clients": clients,
-                    "learning_rate": experiment.training.learning_rate_at(round),
+                    "learning_rate": experiment.training.learning_rate_at(round, experiment.rounds),
                     **self._facts(clients),
+                    **self._refusal_facts(),
                     **self._server_facts(),
                     "traffic": traffic,
                     "traffic_total": vars(channel.total),
-                    **({"evaluation": evaluation} if evaluation else {}),
+                    **(self._evaluated(evaluation) if evaluation else {}),
                 },
             )
             directory.append("timing.jsonl", {"round": round, **self.seconds})
@@ -226,31 +244,88 @@ class Coordinator(ABC):
             callback.on_end(result)
         return result
 
-    def _broadcast(self, round: int, clients: Iterable[int]) -> dict[int, Message]:
-        server = self._server(round)
-        return {
-            client: self.algorithm.broadcast(server, self.progress.state, self._info(client))
+    # The server's half of the wire.
+
+    def _begin_round(self) -> None:
+        self.refused, self._broadcasts, self._next_links = {}, {}, {}
+
+    def _broadcast(
+        self, round: int, clients: Iterable[int], channel: Channel
+    ) -> dict[int, Message]:
+        """What crosses to each client. Sent twice in a round, it is twice the same."""
+        server = self.server(round)
+        written = {
+            client: self.algorithm.broadcast(server, self.progress.state, self.info(client))
             for client in clients
         }
+        sent = {}
+        for client, message in written.items():
+            state = self.progress.link.get(str(client), {})
+            sent[client], self._next_links[client] = self._link.send(
+                message, client, round, "down", state
+            )
+        self._broadcasts |= written
+        channel.down(written, sent)
+        return sent
 
-    def _evaluation_messages(
+    def _admitted(
+        self, round: int, sent: Mapping[int, Message], channel: Channel
+    ) -> dict[int, Message]:
+        """What clients wrote, where it can be read and fits what is declared; of the others,
+        :attr:`_refused` says why not."""
+        declared, refused = self._messages.up, dict[int, str]()
+        written: dict[int, Message] = {}
+        states: dict[int, Tree] = {}
+        for client, message in sent.items():
+            state = self._next_links.get(client, {})
+            try:
+                written[client], states[client] = self._link.receive(
+                    message, client, round, "up", state, declared
+                )
+            except Refused as error:
+                refused[client] = str(error)
+        channel.up(written, sent)
+        refused |= refusals(written, declared, self.known)
+        admitted = {client: m for client, m in written.items() if client not in refused}
+        moved = {str(client): states[client] for client in admitted if states[client]}
+        if moved:
+            self.progress.link = self.progress.link | moved
+        self.refused |= refused
+        return admitted
+
+    def _refusal_facts(self) -> dict[str, Any]:
+        """For the round's line: whose message was not admitted, and why."""
+        refused = {str(client): self.refused[client] for client in sorted(self.refused)}
+        return {"refused": refused} if refused else {}
+
+    def evaluation_messages(
         self, round: int, clients: Iterable[int] | None = None
     ) -> dict[int, Message]:
-        """For all clients, unless told for whom."""
-        server = self._server(round)
-        return {
+        """What crosses to all clients, unless told to whom; counted apart from a round's."""
+        server = self.server(round)
+        written = {
             client: self.algorithm.evaluation_message(
-                server, self.progress.state, self._info(client)
+                server, self.progress.state, self.info(client)
             )
             for client in (self._everyone() if clients is None else clients)
         }
+        sent = {
+            client: self._link.send(message, client, round, "evaluation", {})[0]
+            for client, message in written.items()
+        }
+        self._evaluation_channel.down(written, sent)
+        return sent
 
-    def _merge(self, round: int, replies: Mapping[int, Message]) -> None:
+    def _evaluated(self, evaluation: Mapping[str, Any]) -> dict[str, Any]:
+        crossed = vars(self._evaluation_channel.total)
+        return {"evaluation_traffic": crossed, "evaluation": evaluation}
+
+    def merge(self, round: int, replies: Mapping[int, Message]) -> None:
         self._described = {}
         if not replies:  # nobody answered: the server knows what it knew
             return
-        ordered = [Reply(self._info(client), replies[client]) for client in sorted(replies)]
-        server = self._server(round)
+        ordered = [Reply(self.info(client), replies[client]) for client in sorted(replies)]
+        server = self.server(round)
         before = self.progress.state
         with torch_stream(self.experiment.seed, "server-module", round=round):
             self.progress.state = self.algorithm.merge(server, before, ordered)

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from perfed.config import Comparison, Experiment, parse, read_mapping
-from perfed.core import tensorfile
-from perfed.core.algorithm import Adjusted, ClassPrior, Judged, Mixture, mixed_logits
-from perfed.core.errors import ConfigError, RunError
+from perfed.core.errors import RunError
 from perfed.core.layout import Table
+from perfed.core.tree import OWN
 from perfed.models import architectures, build_module
 from perfed.runs.directory import FEDERATION, RunDirectory
 from perfed.runs.drawing import drawing
+from perfed.runs.model_file import load_with
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -30,103 +29,6 @@ def headline(by_kind: Mapping[str, Any]) -> Any:
 
 def headline_kind(kinds: Container[str]) -> str:
     return "personal" if "personal" in kinds else "global"
-
-
-class ConstantLogits(nn.Module):
-    """A model that says the same whatever it sees (``majority``)."""
-
-    def __init__(self, logits: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("logits", logits)
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.get_buffer("logits")
-        return logits.expand(len(x), -1)
-
-
-class AdjustedLogits(nn.Module):
-    """A network, how sure of itself it should be, and the label mix of its client."""
-
-    def __init__(self, network: nn.Module, scale: Tensor, offset: Tensor) -> None:
-        super().__init__()
-        self.network = network
-        self.register_buffer("scale", scale)
-        self.register_buffer("offset", offset)
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.get_buffer("scale") * self.network(x) + self.get_buffer("offset")
-        return logits
-
-
-class MixedLogits(nn.Module):
-    """Models whose class probabilities are averaged."""
-
-    def __init__(self, models: Sequence[nn.Module], shares: Tensor) -> None:
-        super().__init__()
-        self.models = nn.ModuleList(models)
-        self.register_buffer("shares", shares)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return mixed_logits([model(x) for model in self.models], self.get_buffer("shares"))
-
-
-# Names in a model's file that no parameter of a network has.
-CONSTANT, OFFSET, SCALE, SHARES = ":class_prior_logits", ":logit_offset", ":logit_scale", ":shares"
-
-
-def tensors_of(model: Judged) -> dict[str, Tensor]:
-    """A model as its file holds it; :func:`module_of` makes a module of it again."""
-    if isinstance(model, ClassPrior):
-        return {CONSTANT: model.logits}
-    if isinstance(model, Adjusted):
-        return tensors_of(model.weights) | {OFFSET: model.offset, SCALE: model.scale}
-    if isinstance(model, Mixture):
-        parts = enumerate(map(tensors_of, model.models))
-        named = {f"{number}:{name}": t for number, part in parts for name, t in part.items()}
-        return named | {SHARES: model.shares}
-    return model.params | model.buffers
-
-
-def module_of(
-    tensors: Mapping[str, Tensor], network: Callable[[dict[str, Tensor]], nn.Module]
-) -> nn.Module:
-    """The model that a file holds; ``network`` makes one of a client's architecture."""
-    rest = dict(tensors)
-    if CONSTANT in rest:
-        return ConstantLogits(rest[CONSTANT])
-    if SHARES in rest:
-        shares = rest.pop(SHARES)
-        parts: list[dict[str, Tensor]] = [{} for _ in shares]
-        for name, tensor in rest.items():
-            number, _, name_there = name.partition(":")
-            parts[int(number)][name_there] = tensor
-        return MixedLogits([module_of(part, network) for part in parts], shares)
-    if OFFSET in rest:
-        offset, scale = rest.pop(OFFSET), rest.pop(SCALE)
-        return AdjustedLogits(network(rest), scale, offset)
-    return network(rest)
-
-
-def load_model(path: str | Path, network: nn.Module) -> nn.Module:
-    """The model in a file, ``personal.safetensors`` of a site say, in evaluation mode.
-
-    ``network`` is of the architecture that was trained; it is not changed, and its weights do not
-    matter. Where a client predicts with more than one network, there are copies of it.
-    """
-
-    if not isinstance(network, nn.Module):
-        raise ConfigError(f"expected a network, a torch.nn.Module, got {network!r}", "network")
-
-    def filled(tensors: dict[str, Tensor]) -> nn.Module:
-        module = copy.deepcopy(network)
-        own = dict(module.named_parameters()) | dict(module.named_buffers())
-        if own.keys() != tensors.keys():
-            raise RunError(f"{path} holds other tensors than the network has")
-        for name, tensor in own.items():
-            tensor.data = tensors[name]
-        return module
-
-    return module_of(tensorfile.load(Path(path)), filled).eval()
 
 
 class Result:
@@ -242,9 +144,15 @@ class Result:
         files = entry["models"]
         if kind is not None and kind not in files:
             raise RunError(f"client {client} has no {kind} model, only {', '.join(files)}")
-        architecture = architectures.build(index["architectures"][entry["architecture"]])
-        module = build_module(architecture, tuple(index["input_shape"]), index["classes"])
-        return load_model(self.path / "models" / (files[kind] if kind else headline(files)), module)
+        known = {OWN: index["architectures"][entry["architecture"]]} | index.get("networks", {})
+
+        def make(network: str) -> tuple[nn.Module, str]:
+            architecture = architectures.build(known[network])
+            shape, classes = tuple(index["input_shape"]), index["classes"]
+            module = build_module(architecture, shape, classes)
+            return module, architecture.head_in(module)
+
+        return load_with(self.path / "models" / (files[kind] if kind else headline(files)), make)
 
     def _where_models_are(self) -> str:
         if (self.path / FEDERATION).is_file():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
@@ -13,8 +14,9 @@ import torch
 
 from perfed.config import Comparison, Experiment
 from perfed.core import tensorfile
-from perfed.core.algorithm import Algorithm, ClientInfo, Judged, Server
+from perfed.core.algorithm import ClientInfo, Judged, Server
 from perfed.core.channel import Channel
+from perfed.core.declaration import Known
 from perfed.core.errors import ConfigError, RunError
 from perfed.core.message import Message
 from perfed.core.metrics import check_range
@@ -37,9 +39,10 @@ from perfed.runs.coordinator import (
     summaries,
 )
 from perfed.runs.directory import RunDirectory, claimed_path, environment
-from perfed.runs.result import Result, tensors_of
+from perfed.runs.result import Result
 from perfed.runs.stopping import Stop
 
+log = logging.getLogger("perfed")
 AUTOMATIC = Execution()
 MODELS_AT_ONCE = 64  # are in memory while the final ones are written
 
@@ -126,9 +129,11 @@ class Simulation(Coordinator):
             self.federation,
             experiment.models,
             experiment.training,
+            experiment.rounds,
             experiment.seed,
             self.device,
             ClientStore(self.device, how.store_bytes()),
+            self._link,
         )
         self.engine = engine or how.build_engine(largest_model(self.population))
         self.population.engine = self.engine
@@ -180,28 +185,35 @@ class Simulation(Coordinator):
         return drive(self._round(round, channel), self.engine)
 
     def _opening(self, channel: Channel) -> Steps[dict[str, Any] | None]:
-        self.progress.state = self.algorithm.start(self._server(-1))
-        if type(self.algorithm).first_message is Algorithm.first_message:
+        self.progress.state = self.algorithm.start(self.server(-1))
+        if not self.algorithm.has_opening:
             return None
-        clients = self._select(-1)
+        clients = self.select(-1)
         nothing = {client: Message() for client in clients}
         (outcomes,) = yield [self.population.call("first_message", nothing, -1)]
         _check_outcomes(-1, outcomes)
-        self._merge(-1, channel.up(_replies(outcomes)))
+        self._begin_round()
+        admitted = self._admitted(-1, _replies(outcomes), channel)
+        if self.refused and not admitted:
+            client, reason = next(iter(self.refused.items()))
+            raise RunError(f"no first message is admitted; client {client}: {reason}")
+        self.merge(-1, admitted)
         traffic = vars(channel.total).copy()
         return {"round": -1, "clients": clients, "traffic": traffic, "traffic_total": traffic}
 
     def _round(self, round: int, channel: Channel) -> Steps[tuple[list[int], dict[str, int]]]:
         before = dataclasses.replace(channel.total)
-        clients = self._everyone() if self.algorithm.trains_everyone() else self._select(round)
+        clients = self._everyone() if self.algorithm.trains_everyone() else self.select(round)
+        self._begin_round()
         with self._timed("broadcast"):
-            messages = dict(channel.down(self._broadcast(round, clients)))
+            messages = self._broadcast(round, clients, channel)
         with self._timed("clients"):
             outcomes: Mapping[int, Outcome]
             (outcomes,) = yield [self.population.call("client_round", messages, round)]
         _check_outcomes(round, outcomes)
         with self._timed("merge"):
-            self._merge(round, channel.up(_replies(outcomes)))
+            self.merge(round, self._admitted(round, _replies(outcomes), channel))
+        self._warn_of_refusals(round)
         check_finite(round, {"the server": [*flatten(self.progress.state).items()]})
         self.engine.commit(self.population)
         self.changed.update(client for client, outcome in outcomes.items() if outcome.changed)
@@ -212,7 +224,7 @@ class Simulation(Coordinator):
 
     def _evaluate(self, round: int, directory: RunDirectory) -> Steps[dict[str, Any]]:
         with self._timed("evaluate"):
-            messages = self._evaluation_messages(round)
+            messages = self.evaluation_messages(round)
             (columns,) = yield [self.population.call("judge", messages, round)]
         for column in columns.values():
             losses = [(n, torch.tensor(v)) for n, v in column.items() if n.endswith("_loss")]
@@ -234,7 +246,7 @@ class Simulation(Coordinator):
         written: dict[bytes, str] = {}
         index: dict[str, dict[str, str]] = {}
         new: list[tuple[Path, bytes]] = []
-        messages = list(self._evaluation_messages(last).items())
+        messages = list(self.evaluation_messages(last).items())
         for start in range(0, len(messages), MODELS_AT_ONCE):
             few = dict(messages[start : start + MODELS_AT_ONCE])
             (made,) = yield [self.population.call("models", few, last)]
@@ -255,12 +267,19 @@ class Simulation(Coordinator):
                     label: plain(architecture)
                     for label, architecture in self.population.by_label.items()
                 },
+                "networks": {name: plain(a) for name, a in self.population.extra.items()},
                 "clients": [
                     {"architecture": label, "models": index[str(client)]}
                     for client, label in enumerate(self.population.architectures)
                 ],
             },
         )
+
+    def _warn_of_refusals(self, round: int) -> None:
+        """Nobody is hostile here: an algorithm, or its declaration, is not as its author thinks."""
+        for client, reason in list(self.refused.items())[:1]:
+            count = len(self.refused)
+            log.warning("round %d: refused %d; client %d: %s", round, count, client, reason)
 
     def _facts(self, clients: list[int]) -> dict[str, Any]:
         """Small things that clients keep (their cluster, say), in the order of ``clients``."""
@@ -294,7 +313,7 @@ class Simulation(Coordinator):
             client["architecture"] = architecture
         return record
 
-    def _server(self, round: int) -> Server:
+    def server(self, round: int) -> Server:
         return Server(
             self.experiment.seed,
             round,
@@ -304,10 +323,14 @@ class Simulation(Coordinator):
             self.population.public_x,
         )
 
-    def _info(self, client: int) -> ClientInfo:
-        return ClientInfo(client, self.population.architectures[client])
+    def info(self, client: int) -> ClientInfo:
+        architecture = self.population.architectures[client]
+        return ClientInfo(client, architecture, self.population.train_size(client))
 
-    def _select(self, round: int) -> list[int]:
+    def known(self, client: int) -> Known:
+        return self.population.known(client, self._broadcasts.get(client))
+
+    def select(self, round: int) -> list[int]:
         return select_clients(
             self.federation.train_sizes,
             self.experiment.clients_per_round,
@@ -337,7 +360,7 @@ def _named(models: Mapping[int, Mapping[str, Judged]]) -> Iterator[tuple[str, st
 
 def _encoded(named: tuple[str, str, Judged]) -> tuple[str, str, bytes, bytes]:
     client, kind, model = named
-    content = tensorfile.encode(tensors_of(model))
+    content = tensorfile.encode(model.tensors())
     return client, kind, content, blake2b(content).digest()
 
 

@@ -17,6 +17,7 @@ from perfed.core.algorithm import Algorithm
 from perfed.core.message import Message
 from perfed.core.metrics import learn
 from perfed.core.tree import identity
+from perfed.core.wire import Link
 from perfed.data import Federation
 from perfed.engines.base import ClientRecord, Method
 from perfed.engines.population import Population
@@ -34,7 +35,9 @@ class Recipe:
     algorithm: Algorithm
     models: Models
     training: Training
+    rounds: int
     seed: int
+    link: Link
     clients_a_round: int
     store_bytes: int | None
     metrics: list[tuple[str, tuple[str, str]]]
@@ -89,9 +92,11 @@ class Bank:
             federation,
             recipe.models,
             recipe.training,
+            recipe.rounds,
             recipe.seed,
             self._device,
             store,
+            recipe.link,
         )
         population.engine = self._engine
         self._engine.expect(population, recipe.clients_a_round)

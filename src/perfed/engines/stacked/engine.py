@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from perfed.core.judged import What
 from perfed.core.notices import say_once
 from perfed.core.streams import seed_generators
-from perfed.core.tree import Weights
-from perfed.engines.base import Job, Logits, Request, Sgd
+from perfed.engines.base import Forward, Job, Request, Sgd, Trained
 from perfed.engines.local import LocalEngine
 from perfed.engines.population import Population
 from perfed.engines.precision import FLOAT32, Precision
@@ -44,9 +44,8 @@ from perfed.engines.stacked.stack import (
     StackedStep,
     draw,
     stack_inputs,
+    stack_moving,
     stack_tensors,
-    stack_weights,
-    unstack_weights,
 )
 from perfed.engines.stacked.together import perform_together
 
@@ -102,7 +101,8 @@ class StackedEngine(LocalEngine):
         results: list[Any] = []
         with torch.random.fork_rng(_generators(jobs)):
             for job in jobs:  # now: trying a module out may draw random numbers
-                self._module_of(job.client.population, job.client.architecture)
+                for label in self._labels(job):
+                    self._module_of(job.client.population, label)
             for start in range(0, len(jobs), JOBS_AT_ONCE):
                 part = jobs[start : start + JOBS_AT_ONCE]
                 works = [functools.partial(self._work, job) for job in part]
@@ -115,12 +115,16 @@ class StackedEngine(LocalEngine):
             self._pool = None
 
     def _work(self, job: Job, ask: Callable[[Request], Any]) -> Any:
-        module = self._module_of(job.client.population, job.client.architecture)
-        if module.obstacle is not None:
+        population = job.client.population
+        if any(self._module_of(population, label).obstacle for label in self._labels(job)):
             job.client.ask = self._sequential.answer
         else:
             job.client.ask = functools.partial(self._ask, ask)
         return job.work()
+
+    def _labels(self, job: Job) -> list[str]:
+        """The networks a client may have."""
+        return [job.client.architecture, *job.client.population.extra]
 
     def _ask(self, ask: Callable[[Request], Any], request: Request) -> Any:
         if isinstance(request, Sgd) and objective_key(request.objective) is None:
@@ -133,7 +137,9 @@ class StackedEngine(LocalEngine):
 
     def _module_of(self, population: Population, architecture: str) -> StackedModule:
         if architecture not in self._modules:
-            module = StackedModule(population.modules[architecture], population.x[:4])
+            module = StackedModule(
+                population.modules[architecture], population.x[:4], population.head(architecture)
+            )
             self._modules[architecture] = module
             if module.obstacle is not None:
                 log.warning(
@@ -148,12 +154,10 @@ class StackedEngine(LocalEngine):
             self._recordings.clear()
         stacks: list[Stack] = []
         for kind, group in grouped(requests):
-            first = group[0].client
-            module = self._module_of(first.population, first.architecture)
             if isinstance(group[0], Sgd):
-                stacks += self._train(kind, module, group)  # type: ignore[arg-type]
+                stacks += self._train(kind, group)  # type: ignore[arg-type]
             else:
-                stacks += self._forward(kind, module, group)  # type: ignore[arg-type]
+                stacks += self._forward(kind, group)  # type: ignore[arg-type]
         answers: dict[int, Any] = {}
         for answered in self._computed(stacks):
             answers |= answered
@@ -175,10 +179,14 @@ class StackedEngine(LocalEngine):
     def _is_ready(self, stack: Stack) -> bool:
         return stack.recording in self._recordings and self._recordings[stack.recording].ready
 
-    def _train(self, kind: Hashable, module: StackedModule, group: list[Sgd]) -> Iterator[Stack]:
-        samples, starts = self._all_samples(group[0].client.population)
+    def _train(self, kind: Hashable, group: list[Sgd]) -> Iterator[Stack]:
+        population = group[0].client.population
+        samples, starts = self._all_samples(population)
         if kind not in self._steps:
-            self._steps[kind] = StackedStep(module, group[0])
+            labels = group[0].labels().items()
+            modules = {name: self._module_of(population, label) for name, label in labels}
+            self._steps[kind] = StackedStep(modules, group[0])
+        group = sorted(group, key=lambda request: request.steps)  # few wait for others to finish
         lanes = self._lanes_for(group[0], len(group))
         for start in range(0, len(group), lanes):
             stack = group[start : start + lanes]
@@ -196,21 +204,19 @@ class StackedEngine(LocalEngine):
         stack: list[Sgd],
         samples: Samples,
         starts: dict[int, tuple[int, int]],
-    ) -> dict[int, Weights]:
+    ) -> dict[int, Trained]:
         draws = draw(stack, starts)
-        weights = stack_weights([request.weights for request in stack])
-        inputs = stack_inputs(stack)
+        moving, inputs = stack_moving(stack), stack_inputs(stack)
         if name not in self._recordings:
             recorded = RecordedTraining if self._record else TapedTraining
-            self._recordings[name] = recorded(step, lanes, weights, inputs, samples, draws)
-        weights = self._recordings[name].run(weights, inputs, draws, stack[0].rate)
-        trained = unstack_weights(weights, len(stack))
-        return {id(request): one for request, one in zip(stack, trained, strict=True)}
+            self._recordings[name] = recorded(step, lanes, moving, inputs, samples, draws)
+        trained = self._recordings[name].run(moving, inputs, draws, stack[0].rate)
+        return {id(request): trained[lane] for lane, request in enumerate(stack)}
 
-    def _forward(
-        self, kind: Hashable, module: StackedModule, group: list[Logits]
-    ) -> Iterator[Stack]:
-        samples, starts = self._all_samples(group[0].client.population)
+    def _forward(self, kind: Hashable, group: list[Forward]) -> Iterator[Stack]:
+        population, what = group[0].client.population, group[0].what
+        module = self._module_of(population, group[0].label)
+        samples, starts = self._all_samples(population)
         table = samples.public_x if group[0].public else samples.x
         models = sorted(distinct_models(group, starts), key=lambda model: len(model.where))
         lanes = self._lanes_for(group[0], len(models))
@@ -218,13 +224,16 @@ class StackedEngine(LocalEngine):
             stack = models[start : start + lanes]
             where = pad_sequence([model.where for model in stack], batch_first=True)
             name = kind if self._record else (kind, where.shape)
-            compute = functools.partial(self._run_forward, name, module, lanes, stack, table, where)
+            compute = functools.partial(
+                self._run_forward, name, module, what, lanes, stack, table, where
+            )
             yield Stack(name, table.device, compute)
 
     def _run_forward(
         self,
         name: Hashable,
         module: StackedModule,
+        what: What,
         lanes: int,
         stack: list[Model],
         table: Tensor,
@@ -234,10 +243,10 @@ class StackedEngine(LocalEngine):
         if name not in self._recordings:
             recorded = RecordedForward if self._record else TapedForward
             at_once = SAMPLES_OF_EACH if self._record else max(1, SAMPLES_AT_ONCE // len(stack))
-            self._recordings[name] = recorded(module, lanes, at_once, tensors, table)
-        logits = self._recordings[name].run(tensors, where)
+            self._recordings[name] = recorded(module, what, lanes, at_once, tensors, table)
+        outputs = self._recordings[name].run(tensors, where)
         answers: dict[int, Tensor] = {}
-        for model, rows in zip(stack, logits, strict=True):
+        for model, rows in zip(stack, outputs, strict=True):
             answers |= model.shares(rows)
         return answers
 
@@ -291,22 +300,22 @@ class Model:
     """A model to run forward, and for whom: clients that share a model are one."""
 
     tensors: dict[str, Tensor]
-    requests: list[Logits]
+    requests: list[Forward]
     where: Tensor
 
-    def shares(self, logits: Tensor) -> dict[int, Tensor]:
-        """Each request's part of the logits."""
+    def shares(self, rows: Tensor) -> dict[int, Tensor]:
+        """Each request's part of the outputs."""
         if self.requests[0].where is None:
-            return {id(request): logits[: len(self.where)] for request in self.requests}
+            return {id(request): rows[: len(self.where)] for request in self.requests}
         sizes = [len(request.where) for request in self.requests if request.where is not None]
-        pieces = torch.split(logits[: len(self.where)], sizes)
+        pieces = torch.split(rows[: len(self.where)], sizes)
         return {id(request): piece for request, piece in zip(self.requests, pieces, strict=True)}
 
 
 def distinct_models(
-    group: Sequence[Logits], starts: Mapping[int, tuple[int, int]]
+    group: Sequence[Forward], starts: Mapping[int, tuple[int, int]]
 ) -> Iterator[Model]:
-    shared: dict[Hashable, list[Logits]] = {}
+    shared: dict[Hashable, list[Forward]] = {}
     for request in group:
         memory = tuple(t.data_ptr() for t in request.tensors().values())
         shared.setdefault((id(request.client.population), memory), []).append(request)

@@ -7,15 +7,25 @@ every number of clients has its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from perfed.core.tree import Weights
+from perfed.core.judged import What
+from perfed.engines.base import Trained
 from perfed.engines.stacked import hopper
-from perfed.engines.stacked.stack import Draws, Samples, StackedModule, StackedStep
+from perfed.engines.stacked.stack import (
+    Drawn,
+    Draws,
+    Moving,
+    Samples,
+    StackedModule,
+    StackedStep,
+    unstack,
+)
 from perfed.engines.stacked.tape import Taped
 
 
@@ -69,14 +79,14 @@ class RecordedTraining:
         self,
         step: StackedStep,
         lanes: int,
-        weights: Weights,
+        moving: Moving,
         inputs: list[Tensor],
         samples: Samples,
         draws: Draws,
     ) -> None:
-        state = (weights, inputs, draws.private, _listed(draws.public), draws.public_start)
+        state = (moving, inputs, draws.drawn, draws.public_start)
         self._state = tree_map(lambda t: filled(t, lanes), state)
-        self._steps = draws.private[0].shape[1]
+        self._steps = draws.drawn.private[0].shape[1]
         device = samples.x.device
         self._rate = torch.zeros((), device=device)
         self._number = torch.zeros(1, dtype=torch.int64, device=device)
@@ -85,41 +95,46 @@ class RecordedTraining:
             return positions.index_select(1, self._number).squeeze(1)
 
         def one_step() -> None:
-            weights, inputs, private, public, public_start = self._state
-            step(
-                weights,
-                inputs,
-                samples,
-                [of_now(positions) for positions in private],
-                of_now(public[0]) if public else None,
-                public_start,
-                self._rate,
-            )
+            moving, inputs, drawn, public_start = self._state
+            now = Drawn(*([of_now(positions) for positions in part] for part in drawn))
+            step(moving, inputs, samples, now, public_start, self._rate)
             self._number.add_(1).remainder_(self._steps)
 
         changes = [self._number, *tree_flatten(self._state[0])[0]]
         self._recording = Recording(one_step, changes, device)
 
-    def run(self, weights: Weights, inputs: list[Tensor], draws: Draws, rate: float) -> Weights:
-        state = (weights, inputs, draws.private, _listed(draws.public), draws.public_start)
+    def run(
+        self, moving: Moving, inputs: list[Tensor], draws: Draws, rate: float
+    ) -> dict[int, Trained]:
+        """What each client of the stack then has."""
+        state = (moving, inputs, draws.drawn, draws.public_start)
         for place, value in zip(tree_flatten(self._state)[0], tree_flatten(state)[0], strict=True):
             place[: len(value)] = value
         self._number.zero_()
         self._rate.fill_(rate)
-        for _ in range(self._steps):
+        trained: dict[int, Trained] = {}
+        for finished in steps_until_all_finish(draws.counts):
             self._recording.run()
-        trained: Weights = self._state[0]
+            trained |= {lane: unstack(self._state[0], lane) for lane in finished}
         return trained
 
 
+def steps_until_all_finish(counts: Sequence[int]) -> Iterator[list[int]]:
+    """For each step, whose last one it is. Those who are done are taken out then; what becomes of
+    their places in the stack is of no interest."""
+    for step in range(1, max(counts) + 1):
+        yield [lane for lane, count in enumerate(counts) if count == step]
+
+
 class RecordedForward:
-    """The logits of ``lanes`` models, so many samples of each at once."""
+    """The outputs of ``lanes`` models, so many samples of each at once."""
 
     ready = False
 
     def __init__(
         self,
         module: StackedModule,
+        what: What,
         lanes: int,
         at_once: int,
         tensors: Mapping[str, Tensor],
@@ -130,8 +145,9 @@ class RecordedForward:
 
         @torch.no_grad()
         def forward() -> Tensor:
-            logits: Tensor = torch.func.vmap(module.evaluate)(self._tensors, samples[self._where])
-            return logits
+            run = torch.func.vmap(functools.partial(module.evaluate, what))
+            rows: Tensor = run(self._tensors, samples[self._where])
+            return rows
 
         self._recording = Recording(forward, [], samples.device)
 
@@ -154,58 +170,52 @@ class TapedTraining:
         self,
         step: StackedStep,
         lanes: int,
-        weights: Weights,
+        moving: Moving,
         inputs: list[Tensor],
         samples: Samples,
         draws: Draws,
     ) -> None:
         self._step = step
         self._samples = samples
-        self._form = tree_flatten((weights, inputs))[1]
-        self._batches = len(draws.private)
+        self._form = tree_flatten((draws.drawn, moving, inputs))[1]
         self._taped = Taped(self._one_step)
 
     @property
     def ready(self) -> bool:
         return self._taped.ready
 
-    def run(self, weights: Weights, inputs: list[Tensor], draws: Draws, rate: float) -> Weights:
-        """``weights`` themselves, moved."""
-        tensors, _ = tree_flatten((weights, inputs))
+    def run(
+        self, moving: Moving, inputs: list[Tensor], draws: Draws, rate: float
+    ) -> dict[int, Trained]:
+        """What each client of the stack then has; moves ``moving`` itself."""
+        tensors, _ = tree_flatten((moving, inputs))
         tensors += draws.public_start, torch.tensor(rate)
-        for number in range(draws.private[0].shape[1]):
-            drawn = [positions[:, number].clone() for positions in draws.all()]
-            self._taped(*drawn, *tensors)
-        return weights
+        drawn, _ = tree_flatten(draws.drawn)
+        trained: dict[int, Trained] = {}
+        for number, finished in enumerate(steps_until_all_finish(draws.counts)):
+            self._taped(*(positions[:, number].clone() for positions in drawn), *tensors)
+            trained |= {lane: unstack(moving, lane) for lane in finished}
+        return trained
 
     def _one_step(self, *tensors: Tensor) -> None:
         *first, public_start, rate = tensors
-        drawn = len(first) - self._form.num_leaves
-        private, public = first[: self._batches], first[self._batches : drawn]
-        weights, inputs = tree_unflatten(first[drawn:], self._form)
-        self._step(
-            weights,
-            inputs,
-            self._samples,
-            private,
-            public[0] if public else None,
-            public_start,
-            rate,
-        )
+        drawn, moving, inputs = tree_unflatten(first, self._form)
+        self._step(moving, inputs, self._samples, drawn, public_start, rate)
 
 
 class TapedForward:
-    """On a CPU, the logits of stacks of one size, at one number of samples."""
+    """On a CPU, the outputs of stacks of one size, at one number of samples."""
 
     def __init__(
         self,
         module: StackedModule,
+        what: What,
         lanes: int,
         at_once: int,
         tensors: Mapping[str, Tensor],
         samples: Tensor,
     ) -> None:
-        self._module = module
+        self._evaluate = functools.partial(module.evaluate, what)
         self._at_once = at_once
         self._names = list(tensors)
         self._samples = samples
@@ -219,20 +229,16 @@ class TapedForward:
         parts = []
         for part in torch.split(where, self._at_once, dim=1):
             taped = self._taped.setdefault(part.shape[1], Taped(self._forward))
-            logits = taped(part.clone(), *tensors.values())
-            assert logits is not None
-            parts.append(logits)
+            rows = taped(part.clone(), *tensors.values())
+            assert rows is not None
+            parts.append(rows)
         return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
 
     @torch.no_grad()
     def _forward(self, where: Tensor, *tensors: Tensor) -> Tensor:
         named = dict(zip(self._names, tensors, strict=True))
-        logits: Tensor = torch.func.vmap(self._module.evaluate)(named, self._samples[where])
-        return logits
-
-
-def _listed(tensor: Tensor | None) -> list[Tensor]:
-    return [] if tensor is None else [tensor]
+        rows: Tensor = torch.func.vmap(self._evaluate)(named, self._samples[where])
+        return rows
 
 
 def filled(tensor: Tensor, lanes: int) -> Tensor:

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from perfed.core.schema import Options
-from perfed.engines.base import Logits, Request, Sgd
+from perfed.core.tree import Weights
+from perfed.engines.base import Forward, Request, Sgd
 
 
 def grouped(requests: Sequence[Request]) -> Iterator[tuple[Hashable, list[Request]]]:
@@ -29,21 +30,30 @@ def grouped(requests: Sequence[Request]) -> Iterator[tuple[Hashable, list[Reques
 
 
 def _kind(request: Request) -> Hashable:
-    client = request.client
-    structure = tuple((name, t.shape) for part in request.weights for name, t in part.items())
-    kind: tuple[Any, ...] = (type(request), client.architecture, structure)
-    if isinstance(request, Logits):
-        return (*kind, request.public)
+    if isinstance(request, Forward):
+        structure = _structure(request.weights)
+        return (Forward, request.label, structure, request.public, request.what)
     leaves, form = tree_flatten(request.inputs)
     inputs = tuple((t.shape, t.dtype) if isinstance(t, Tensor) else t for t in leaves)
-    population = client.population
-    how = (
-        request.steps,
+    population = request.client.population
+    labels = request.labels()
+    return (
+        Sgd,
+        tuple((name, labels[name], _structure(w)) for name, w in request.models.items()),
+        objective_key(request.objective),
+        inputs,
+        str(form),
+        request.single,
+        request.room,
         request.batches,
+        request.sample_clip,
         population.training,
         population.algorithm.trains_on_public_set,
     )
-    return (*kind, objective_key(request.objective), inputs, str(form), *how)
+
+
+def _structure(weights: Weights) -> Hashable:
+    return tuple((name, t.shape) for part in weights for name, t in part.items())
 
 
 def objective_key(objective: Any) -> Hashable | None:

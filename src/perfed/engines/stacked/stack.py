@@ -9,20 +9,24 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from perfed.core.algorithm import Network, Private, Public, trainable
+from perfed.core.augmentation import CODES, augmented
 from perfed.core.errors import ConfigError
+from perfed.core.gradients import check_sample_gradients, clipped_mean
+from perfed.core.judged import What
+from perfed.core.network import declared, head_outputs, outputs
 from perfed.core.streams import uniform_indices_each
 from perfed.core.tree import Weights
-from perfed.engines.base import Sgd
+from perfed.engines.base import Sgd, Trained, private_draws
 from perfed.engines.stacked import hopper
 from perfed.engines.stacked.layers import (
     Chain,
@@ -38,7 +42,8 @@ from perfed.engines.stacked.layers import (
 class StackedModule:
     """Copies of a module for training and for evaluation, with the rules for stacks."""
 
-    def __init__(self, module: nn.Module, few: Tensor) -> None:
+    def __init__(self, module: nn.Module, few: Tensor, head: str = "") -> None:
+        self.head = head
         self.training = copy.deepcopy(module).train()
         self.evaluating = copy.deepcopy(module).eval()
         self.chains: dict[bool, Chain | None] = {}
@@ -75,7 +80,7 @@ class StackedModule:
         x: Tensor,
     ) -> str | None:
         for mode in (True, False):
-            forward = vmap(functools.partial(self.forward, mode), in_dims=(0, None))
+            forward = vmap(functools.partial(self.outputs, mode, "logits"), in_dims=(0, None))
             plain = functional_call(module.train(mode), params | _copied(buffers), (x,))
             if not _close(forward(_copied(two), x), plain):
                 return "mapped over clients it gives other numbers"
@@ -84,18 +89,37 @@ class StackedModule:
             return "in evaluation its output for a sample depends on other samples"
         return None
 
-    def forward(self, training: bool, tensors: dict[str, Tensor], x: Tensor) -> Tensor:
-        """One client's logits; inside ``vmap``."""
-        chain = self.chains[training]
+    def outputs(self, training: bool, what: What, tensors: dict[str, Tensor], x: Tensor) -> Tensor:
+        """One client's logits or features; inside ``vmap``."""
+        chain = self._chain(training, what)
         y = None if chain is None else mapped_chain(chain, tensors, x)
         if y is None:
             module = self.training if training else self.evaluating
-            y = functional_call(module, tensors, (x,))
+            return outputs(module, self.head, tensors, x, what)
         return y.to(x.dtype)
 
-    def evaluate(self, tensors: dict[str, Tensor], x: Tensor) -> Tensor:
-        """One client's logits in evaluation mode."""
-        return self.forward(False, tensors, x)
+    def head_outputs(self, tensors: dict[str, Tensor], features: Tensor) -> Tensor:
+        """What one client's last layer makes of features; inside ``vmap``."""
+        chain = self.chains[True]
+        if chain is not None and self._head_is_last(chain):
+            y = mapped_chain(chain[-1:], tensors, features)
+            if y is not None:
+                return y.to(features.dtype)
+        return head_outputs(self.training, self.head, tensors, features)
+
+    def evaluate(self, what: What, tensors: dict[str, Tensor], x: Tensor) -> Tensor:
+        """One client's logits or features in evaluation mode."""
+        return self.outputs(False, what, tensors, x)
+
+    def _chain(self, training: bool, what: What) -> Chain | None:
+        """The layers that make up what is asked for."""
+        chain = self.chains[training]
+        if what == "logits" or chain is None:
+            return chain
+        return chain[:-1] if self._head_is_last(chain) else None
+
+    def _head_is_last(self, chain: Chain) -> bool:
+        return chain[-1][2] == f"{declared(self.head)}."
 
 
 def _close(mapped: Tensor, plain: Tensor) -> bool:
@@ -124,7 +148,7 @@ class StackedNetwork(Network):
         asked: list[tuple[str, Tensor]],
         together: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        super().__init__(module.training, weights, public_batchnorm)
+        super().__init__(module.training, weights, public_batchnorm, module.head)
         self._stacked = module
         self._rounded = rounded
         self._asked = asked
@@ -148,6 +172,17 @@ class StackedNetwork(Network):
             return self._both()[1].to(x.dtype)
         return super().public(x)
 
+    def features(self, x: Tensor) -> Tensor:
+        self._asked.append(("features", x))
+        return super().features(x)
+
+    def public_features(self, x: Tensor) -> Tensor:
+        self._asked.append(("features", x))
+        return super().public_features(x)
+
+    def head(self, features: Tensor) -> Tensor:
+        return self._stacked.head_outputs(self._weights.params | self._rounded, features)
+
     def _both(self) -> tuple[Tensor, Tensor]:
         assert self._together is not None
         if self._logits is None:
@@ -160,8 +195,9 @@ class StackedNetwork(Network):
             assert self._logits is not None
         return self._logits
 
-    def _forward(self, x: Tensor, buffers: dict[str, Tensor]) -> Tensor:
-        return self._stacked.forward(True, self._weights.params | self._rounded | buffers, x)
+    def _outputs(self, x: Tensor, buffers: dict[str, Tensor], what: What) -> Tensor:
+        tensors = self._weights.params | self._rounded | buffers
+        return self._stacked.outputs(True, what, tensors, x)
 
 
 class Samples(NamedTuple):
@@ -172,94 +208,199 @@ class Samples(NamedTuple):
     public_x: Tensor
 
 
-@dataclass(frozen=True)
-class Draws:
-    """Which samples each step of a stack sees; clients first, then steps."""
+class Drawn(NamedTuple):
+    """Which samples a stack sees; clients first, then steps, or of one step."""
 
     private: list[Tensor]
     """Positions in :class:`Samples`, a tensor for each of a step's private mini-batches."""
-    public: Tensor | None
-    """Numbers within the client's public set."""
+    codes: list[Tensor]
+    """How each of those samples is changed (:mod:`perfed.core.augmentation`); empty: not at all."""
+    public: list[Tensor]
+    """Numbers within the client's public set; empty where there is none."""
+
+
+class Draws(NamedTuple):
+    """All that a stack's training sees."""
+
+    drawn: Drawn
     public_start: Tensor
-    """Where that set begins in :class:`Samples`, for each client."""
+    """Where each client's public set begins in :class:`Samples`."""
+    counts: list[int]
+    """How many steps each client makes."""
 
-    def all(self) -> list[Tensor]:
-        return self.private if self.public is None else [*self.private, self.public]
+
+class Moving(NamedTuple):
+    """What a step changes in place: stacked tensors, by network."""
+
+    models: dict[str, Weights]
+    states: dict[str, Any]
+    """Of the optimizer."""
 
 
+Named = list[tuple[str, Tensor]]  # a gradient or direction, and of which parameter
 _TENSOR = object()  # where one of the inputs is a tensor, and not the same for all clients
 
 
 class StackedStep:
-    """One SGD step of a stack of clients, as a function of stacked tensors."""
+    """One training step of a stack of clients, as a function of stacked tensors."""
 
-    def __init__(self, module: StackedModule, first: Sgd) -> None:
-        self.module = module
+    def __init__(self, modules: Mapping[str, StackedModule], first: Sgd) -> None:
+        self._modules = dict(modules)
+        self._single = first.single
         self._objective = first.objective
         self._batches = first.batches
-        self._public_batchnorm = first.client.population.training.public_batchnorm
+        self._sample_clip = first.sample_clip
+        training = first.client.population.training
+        self._optimizer = training.optimizer
+        self._augment = training.augment
+        self._public_batchnorm = training.public_batchnorm
+        if first.sample_clip is not None:
+            check_sample_gradients([m.training for m in modules.values()], first.batches)
         leaves, self._form = tree_flatten(first.inputs)
         self._leaves = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        separate = bool(first.weights.public_buffers) or not first.weights.buffers
-        self._may_join = separate and first.batches == 1 and module.chains[True] is not None
-        self._joins: bool | None = None
-        """Whether private and public samples go through the network together; not known yet."""
+        self._joins = None if self._may_join(first) else False
+        """Whether private and public samples go through the network together; None: not known."""
+        self._tried = False
+
+    def _may_join(self, first: Sgd) -> bool:
+        if len(self._modules) > 1 or first.batches > 1 or first.sample_clip is not None:
+            return False
+        ((name, module),) = self._modules.items()
+        weights = first.models[name]
+        separate = bool(weights.public_buffers) or not weights.buffers
+        return separate and module.chains[True] is not None
 
     def __call__(
         self,
-        weights: Weights,
+        moving: Moving,
         inputs: list[Tensor],
         samples: Samples,
-        private: list[Tensor],
-        public: Tensor | None,
+        drawn: Drawn,
         public_start: Tensor,
         rate: Tensor,
     ) -> None:
-        """Move ``weights`` in place."""
-        if self._joins is None:  # try it on a copy, which tells what the objective asks for
-            try:
-                self._losses(weights.clone(), {}, inputs, samples, private, public, public_start)
-            except RuntimeError as error:
-                reason = str(error).split("\n")[0]
-                raise ConfigError(
-                    f"the objective cannot be mapped over clients, only run one by one: {reason}",
-                    "--engine stacked",
-                ) from error
-        attached = Weights({n: t.detach() for n, t in weights.params.items()}, *weights[1:])
-        params = trainable(self.module.training, attached)
-        rounded = self._rounded(attached.params)
-        losses = self._losses(attached, rounded, inputs, samples, private, public, public_start)
-        pairs = [(param, param) for param in params]
-        pairs += [(attached.params[name], matrix) for name, matrix in rounded.items()]
-        gradients = torch.autograd.grad(losses.sum(), [t for _, t in pairs], allow_unused=True)
+        """Change ``moving`` in place."""
+        seen = self._seen(samples, drawn, public_start)
+        if not self._tried:  # try it on a copy, which tells what the objective asks for
+            self._try({name: w.clone() for name, w in moving.models.items()}, inputs, seen)
+        attached = {
+            name: Weights({n: t.detach() for n, t in w.params.items()}, *w[1:])
+            for name, w in moving.models.items()
+        }
+        gradients = self._gradients(attached, inputs, seen)
         with torch.no_grad():
-            for (param, _), gradient in zip(pairs, gradients, strict=True):
-                if gradient is not None:
-                    hopper.descend(param.detach(), gradient, rate)
+            for network, own in gradients.items():
+                weights = attached[network]
+                free = trainable(self._modules[network].training, weights)
+                params = {name: tensor.detach() for name, tensor in free.items()}
+                for name, direction in self._directions(own, params, moving.states[network]):
+                    hopper.descend(params[name], direction, rate)
+
+    def _try(self, models: dict[str, Weights], inputs: list[Tensor], seen: Seen) -> None:
+        try:
+            if self._sample_clip is None:
+                self._losses(models, {}, inputs, seen)
+        except RuntimeError as error:
+            reason = str(error).split("\n")[0]
+            raise ConfigError(
+                f"the objective cannot be mapped over clients, only run one by one: {reason}",
+                "--engine stacked",
+            ) from error
+        self._tried = True
+
+    def _seen(self, samples: Samples, drawn: Drawn, public_start: Tensor) -> Seen:
+        images = [samples.x[where] for where in drawn.private]
+        if drawn.codes:
+            pairs = zip(images, drawn.codes, strict=True)
+            images = [augmented(x, codes, self._augment) for x, codes in pairs]
+        labels = [samples.y[where] for where in drawn.private]
+        publics: tuple[Tensor, ...] = ()
+        for public in drawn.public:
+            publics = samples.public_x[public + public_start[:, None]], public
+        return Seen([*zip(images, labels, strict=True)], publics)
+
+    def _gradients(
+        self, models: dict[str, Weights], inputs: list[Tensor], seen: Seen
+    ) -> dict[str, Named]:
+        """By network. Where a matrix was rounded there may be two: of what the network used, and
+        of what the objective did with the parameter itself."""
+        params = {name: trainable(self._modules[name].training, w) for name, w in models.items()}
+        if self._sample_clip is not None:
+            return self._clipped(models, params, inputs, seen)
+        rounded = {name: self._rounded(self._modules[name], w) for name, w in models.items()}
+        losses = self._losses(models, rounded, inputs, seen)
+        places = [
+            (network, name, tensor)
+            for tensors in (params, rounded)
+            for network, own in tensors.items()
+            for name, tensor in own.items()
+        ]
+        found = torch.autograd.grad(losses.sum(), [t for *_, t in places], allow_unused=True)
+        gradients: dict[str, Named] = {network: [] for network in models}
+        for (network, name, _), gradient in zip(places, found, strict=True):
+            if gradient is not None:
+                gradients[network].append((name, gradient))
+        return gradients
+
+    def _clipped(
+        self,
+        models: dict[str, Weights],
+        params: dict[str, dict[str, Tensor]],
+        inputs: list[Tensor],
+        seen: Seen,
+    ) -> dict[str, Named]:
+        """Of each client, the mean of its samples' gradients, none longer than the bound."""
+        assert self._sample_clip is not None
+        bound = self._sample_clip
+        here = {name: {n: t.detach() for n, t in own.items()} for name, own in params.items()}
+
+        def of_one(
+            at: dict[str, dict[str, Tensor]],
+            models: dict[str, Weights],
+            privates: list[tuple[Tensor, Tensor]],
+            publics: tuple[Tensor, ...],
+            inputs: list[Tensor],
+        ) -> dict[str, dict[str, Tensor]]:
+            def loss(at: dict[str, dict[str, Tensor]], one: Private) -> Tensor:
+                moved = {n: w._replace(params=w.params | at[n]) for n, w in models.items()}
+                return self._loss_of_one(moved, {}, [(one.x, one.y)], publics, inputs)
+
+            return clipped_mean(loss, at, Private(*privates[0]), bound)
+
+        detached = {name: weights.detached() for name, weights in models.items()}
+        means: dict[str, dict[str, Tensor]] = vmap(of_one, randomness="error")(
+            here, detached, seen.privates, seen.publics, inputs
+        )
+        return {network: [*own.items()] for network, own in means.items()}
+
+    def _directions(self, gradients: Named, params: dict[str, Tensor], state: Any) -> Named:
+        """Where each parameter goes; moves the optimizer's state."""
+        if self._optimizer.is_plain():
+            return gradients
+        whole = {name: torch.zeros_like(param) for name, param in params.items()}
+        for name, gradient in gradients:
+            whole[name] += gradient.to(whole[name].dtype)
+        directions: Mapping[str, Tensor]
+        directions, after = vmap(self._optimizer.update)(whole, params, state)
+        _overwrite(state, after)
+        return [*directions.items()]
 
     def _losses(
         self,
-        weights: Weights,
-        rounded: dict[str, Tensor],
+        models: dict[str, Weights],
+        rounded: dict[str, dict[str, Tensor]],
         inputs: list[Tensor],
-        samples: Samples,
-        private: list[Tensor],
-        public: Tensor | None,
-        public_start: Tensor,
+        seen: Seen,
     ) -> Tensor:
-        privates = [(samples.x[where], samples.y[where]) for where in private]
-        publics: tuple[Tensor, ...] = ()
-        if public is not None:
-            publics = samples.public_x[public + public_start[:, None]], public
         losses: Tensor = vmap(self._loss_of_one, randomness="error")(
-            *weights, rounded, privates, publics, inputs
+            models, rounded, seen.privates, seen.publics, inputs
         )
         return losses
 
-    def _rounded(self, params: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _rounded(self, module: StackedModule, weights: Weights) -> dict[str, Tensor]:
         """Under autocast, the matrices as the network uses them. Their gradients are taken in that
         precision, and need not be widened before they meet the weights."""
-        chain = self.module.chains[True]
+        chain, params = module.chains[True], weights.params
         kind = next((t.device.type for t in params.values()), "cpu")
         if chain is None or not torch.is_autocast_enabled(kind):
             return {}
@@ -272,10 +413,8 @@ class StackedStep:
 
     def _loss_of_one(
         self,
-        params: dict[str, Tensor],
-        buffers: dict[str, Tensor],
-        public_buffers: dict[str, Tensor],
-        rounded: dict[str, Tensor],
+        models: dict[str, Weights],
+        rounded: dict[str, dict[str, Tensor]],
         privates: list[tuple[Tensor, Tensor]],
         publics: tuple[Tensor, ...],
         inputs: list[Tensor],
@@ -283,18 +422,21 @@ class StackedStep:
         asked: list[tuple[str, Tensor]] = []
         batches = tuple(Private(x, y) for x, y in privates)
         together = (batches[0].x, publics[0]) if self._joins else None
-        network = StackedNetwork(
-            self.module,
-            Weights(params, buffers, public_buffers),
-            self._public_batchnorm,
-            rounded,
-            asked,
-            together,
-        )
+        networks = {
+            name: StackedNetwork(
+                self._modules[name],
+                weights,
+                self._public_batchnorm,
+                rounded.get(name, {}),
+                asked,
+                together,
+            )
+            for name, weights in models.items()
+        }
         given = iter(inputs)
         leaves = [next(given) if leaf is _TENSOR else leaf for leaf in self._leaves]
         loss = self._objective(
-            network,
+            next(iter(networks.values())) if self._single else networks,
             batches if self._batches > 1 else batches[0],
             Public(publics[0], publics[1]) if publics else None,
             *tree_unflatten(leaves, self._form),
@@ -302,8 +444,25 @@ class StackedStep:
         if self._joins is None:
             both = {("private", id(batches[0].x)), *(("public", id(x)) for x in publics[:1])}
             found = [(how, id(x)) for how, x in asked]
-            self._joins = self._may_join and len(found) == 2 == len(both) and set(found) == both
+            self._joins = len(found) == 2 == len(both) and set(found) == both
         return loss
+
+
+class Seen(NamedTuple):
+    """What one step of a stack looks at."""
+
+    privates: list[tuple[Tensor, Tensor]]
+    publics: tuple[Tensor, ...]
+    """Samples and their numbers, where there are any."""
+
+
+def _overwrite(old: Any, new: Any) -> None:
+    """Put the tensors of a tree into the places of another."""
+    for name, value in old.items():
+        if isinstance(value, Tensor):
+            value.copy_(new[name])
+        else:
+            _overwrite(value, new[name])
 
 
 def stack_inputs(stack: Sequence[Sgd]) -> list[Tensor]:
@@ -320,12 +479,19 @@ def stack_weights(models: Sequence[Weights]) -> Weights:
     return Weights(*(stack_tensors(parts) for parts in zip(*models, strict=True)))
 
 
-def unstack_weights(weights: Weights, count: int) -> list[Weights]:
-    """Each client's own tensors: copies, for a view would keep the whole stack in memory."""
-    return [
-        Weights(*({n: t[k].detach().clone() for n, t in part.items()} for part in weights))
-        for k in range(count)
-    ]
+def stack_moving(stack: Sequence[Sgd]) -> Moving:
+    """What the requests of a stack begin with."""
+    models = {name: stack_weights([r.models[name] for r in stack]) for name in stack[0].models}
+    flat = [tree_flatten(dict(request.states)) for request in stack]
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    states = tree_unflatten([torch.stack(column) for column in columns], flat[0][1])
+    return Moving(models, states)
+
+
+def unstack(moving: Moving, lane: int) -> Trained:
+    """One client's own tensors: copies, for a view would keep the whole stack in memory."""
+    models, states = tree_map(lambda t: t[lane].detach().clone(), tuple(moving))
+    return Trained(models, states)
 
 
 def draw(stack: Sequence[Sgd], starts: Mapping[int, tuple[int, int]]) -> Draws:
@@ -338,19 +504,31 @@ def draw(stack: Sequence[Sgd], starts: Mapping[int, tuple[int, int]]) -> Draws:
     held = [place.positions(r.client.id, "train") for place, r in zip(places, stack, strict=True)]
     sizes = [len(positions) for positions in held]
     table = pad_sequence(held, batch_first=True) + begins[:, :1]
-    keys = [request.private_keys() for request in stack]
-    private = []
+    shape = (first.room, training.batch_size)
+    private, codes = [], []
     for number in range(first.batches):
-        drawn = uniform_indices_each(
-            [key[number] for key in keys], (first.steps, training.batch_size), sizes, device
-        )
+        keys = [request.private_keys()[number] for request in stack]
+        if training.epochs:
+            drawn = pad_sequence(
+                [private_draws(request, key) for request, key in zip(stack, keys, strict=True)],
+                batch_first=True,
+            )
+            drawn = pad(drawn, (0, 0, 0, shape[0] - drawn.shape[1]))
+        else:
+            drawn = uniform_indices_each(keys, shape, sizes, device)
         private.append(table.gather(1, drawn.flatten(1)).view_as(drawn))
-    public = None
+        if training.augment:
+            keys = [request.augmentation_keys()[number] for request in stack]
+            codes.append(uniform_indices_each(keys, shape, [CODES] * len(stack), device))
+    public = []
     if population.algorithm.trains_on_public_set:
-        public = uniform_indices_each(
-            [request.public_key() for request in stack],
-            (first.steps, training.public_batch_size),
-            [len(place.public_x) for place in places],
-            device,
+        public.append(
+            uniform_indices_each(
+                [request.public_key() for request in stack],
+                (first.room, training.public_batch_size),
+                [len(place.public_x) for place in places],
+                device,
+            )
         )
-    return Draws(private, public, begins[:, 1])
+    counts = [request.steps for request in stack]
+    return Draws(Drawn(private, codes, public), begins[:, 1], counts)

@@ -1,0 +1,550 @@
+"""What an algorithm's messages hold, said beforehand: names, shapes, types and ranges.
+
+An algorithm says it once, in :meth:`perfed.core.algorithm.Algorithm.messages`::
+
+    def messages(self):
+        decisions = Array(("P", "N"), PROBABILITIES)
+        return Messages(up={"soft_decisions": decisions, "samples": SAMPLES}, down={}, ...)
+
+The declaration is what ``merge`` may rely on. Every message is measured by it, alone, before it is
+used (:func:`refusals`); ``perfed explain`` prints it (:func:`lines`); and what a lossy stage of the
+wire has blurred is brought back into it (:func:`nearest`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+from urllib.parse import unquote
+
+import torch
+from torch import Tensor
+
+from perfed.core.errors import Refused, shape_text
+from perfed.core.message import Message
+from perfed.core.network import head_tensors
+from perfed.core.tree import Weights, escaped, flatten
+
+TOLERANCE = 2**-7
+"""How far from 1 the sum of a row of probabilities may be. In bf16 a number has 8 bits, so each
+probability is off by at most 2⁻⁸ of itself, and so is their sum; as much again is for a sum that
+was itself rounded before it divided them. In float32 all of this is below 1e-4."""
+
+LARGEST = torch.finfo(torch.float32).max / 1e6
+"""No number may be larger, in either direction: so the sum over a million clients is a number."""
+
+Entries = Mapping[str, "Entry"]
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of a client without its message: what the symbols in a declaration stand for
+    there, and what the client told on joining."""
+
+    sizes: Mapping[str, int]
+    """P: the samples of the public set. N: the classes. F: the width of features; a size that is
+    not known here may be any, the same in the whole message."""
+    samples: int
+    model: Callable[[str], Weights]
+    """A model of the client's architecture, or of another network that the algorithm names."""
+    head: Callable[[str], str] = lambda network: ""
+    """The name of its last layer, its head."""
+    received: Message = field(default_factory=Message)
+    """What the client was sent in this round."""
+
+
+# Ranges.
+
+
+class Range(ABC):
+    """Which numbers an array may hold. All must be finite, and none larger than ``LARGEST``."""
+
+    dtype: torch.dtype | Literal["floating"] | None = "floating"
+    """``floating`` is torch's default type, None any type."""
+
+    @abstractmethod
+    def words(self) -> str:
+        """For people: ``probabilities``."""
+
+    def holds(self, values: Tensor, known: Known) -> Tensor:
+        """Whether (a 0-dimensional bool) these numbers, which are finite, are in the range."""
+        return torch.ones((), dtype=torch.bool, device=values.device)
+
+    def fault(self, values: Tensor, known: Known) -> str:
+        """Why they are not, and what would be right."""
+        return f"must be {self.words()}"
+
+    def nearest(self, values: Tensor) -> Tensor:
+        """The numbers in the range that are nearest to these."""
+        return values
+
+
+@dataclass(frozen=True)
+class Probabilities(Range):
+    """Rows (along the last dimension) that are not negative and sum to 1."""
+
+    def words(self) -> str:
+        return "probabilities"
+
+    def holds(self, values: Tensor, known: Known) -> Tensor:
+        sums = values.double().sum(-1)
+        return (values >= 0).all() & ((sums - 1).abs() <= TOLERANCE).all()
+
+    def fault(self, values: Tensor, known: Known) -> str:
+        rows = values.double().reshape(-1, values.shape[-1])
+        off = (rows.sum(1) - 1).abs() > TOLERANCE
+        if off.any():
+            row = int(off.int().argmax())
+            return f"row {row} sums to {float(rows[row].sum()):.6g}, must be 1"
+        row = int((rows < 0).any(1).int().argmax())
+        return f"row {row} has {float(rows[row].min()):.6g}, must not be negative"
+
+    def nearest(self, values: Tensor) -> Tensor:
+        """In squared ℓ2, row by row: the projection on the simplex."""
+        if not values.shape[-1]:
+            return values
+        rows = values.double()
+        rows = rows - rows.amax(-1, keepdim=True)  # moves no projection, and no sum overflows
+        ordered = rows.sort(-1, descending=True).values
+        count = torch.arange(1, rows.shape[-1] + 1, dtype=rows.dtype, device=rows.device)
+        shifts = (ordered.cumsum(-1) - 1) / count
+        last = (ordered > shifts).sum(-1, keepdim=True) - 1
+        return (rows - shifts.gather(-1, last)).clamp(min=0).to(values.dtype)
+
+
+@dataclass(frozen=True)
+class Reals(Range):
+    """Numbers, within bounds where there are any."""
+
+    low: float = -LARGEST
+    high: float = LARGEST
+
+    def words(self) -> str:
+        low, high = self.low > -LARGEST, self.high < LARGEST
+        if low and high:
+            return f"numbers from {self.low:.4g} to {self.high:.4g}"
+        if low or high:
+            return (
+                f"numbers, at least {self.low:.4g}" if low else f"numbers, at most {self.high:.4g}"
+            )
+        return "numbers"
+
+    def holds(self, values: Tensor, known: Known) -> Tensor:
+        return ((values >= self.low) & (values <= self.high)).all()
+
+    def fault(self, values: Tensor, known: Known) -> str:
+        wrong = values.min() if values.min() < self.low else values.max()
+        return f"has {float(wrong):.6g}, must be {self.words()}"
+
+    def nearest(self, values: Tensor) -> Tensor:
+        return values.clamp(self.low, self.high)
+
+
+@dataclass(frozen=True)
+class Counts(Reals):
+    """How often something was: whole or not, never negative."""
+
+    low: float = 0.0
+    dtype = None
+
+    def words(self) -> str:
+        return "counts"
+
+
+@dataclass(frozen=True)
+class Whole(Reals):
+    """Whole numbers: an index, say."""
+
+    dtype = torch.int64
+
+    def words(self) -> str:
+        return super().words().replace("numbers", "whole numbers")
+
+    def nearest(self, values: Tensor) -> Tensor:
+        return values
+
+
+@dataclass(frozen=True)
+class SampleCount(Range):
+    """The number of training samples that the client told on joining, and no other."""
+
+    dtype = torch.int64
+
+    def words(self) -> str:
+        return "its number of training samples, as told on joining"
+
+    def holds(self, values: Tensor, known: Known) -> Tensor:
+        return (values == known.samples).all()
+
+    def fault(self, values: Tensor, known: Known) -> str:
+        return f"is {int(values)}, must be {known.samples}, as told on joining"
+
+
+@dataclass(frozen=True)
+class Free(Range):
+    """Numbers of any type."""
+
+    dtype = None
+
+    def words(self) -> str:
+        return "numbers of any type"
+
+
+PROBABILITIES, COUNTS, REALS, FREE = Probabilities(), Counts(), Reals(), Free()
+
+
+# Shapes.
+
+
+@dataclass(frozen=True)
+class AtMost:
+    """A dimension of 1, 2, … or so many."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class AsMany:
+    """A dimension as large as the number of entries of this name that the client received."""
+
+    name: str
+
+
+Dimension = int | str | AtMost | AsMany
+"""A string is a symbol of ``Known.sizes``: P, N or F."""
+
+
+class Leaf(NamedTuple):
+    """One array, as it must be."""
+
+    shape: tuple[Dimension, ...]
+    dtype: torch.dtype | None
+    range: Range
+
+
+class Entry(ABC):
+    """What goes by one name in a message: one array, or several below it."""
+
+    @abstractmethod
+    def words(self) -> str:
+        """For people: ``|P|×N probabilities``."""
+
+    @abstractmethod
+    def leaves(self, path: str, message: Message, known: Known) -> dict[str, Leaf]:
+        """The arrays there must be; raises Refused where the message says itself that it is
+        wrong."""
+
+
+@dataclass(frozen=True)
+class Array(Entry):
+    shape: tuple[Dimension, ...]
+    range: Range
+
+    def words(self) -> str:
+        shape = "×".join(map(_dimension_words, self.shape))
+        words = self.range.words()
+        if not shape:
+            return words.replace("whole numbers", "a whole number").replace("numbers", "a number")
+        return f"{shape} {words}"
+
+    def leaves(self, path: str, message: Message, known: Known) -> dict[str, Leaf]:
+        dtype = self.range.dtype
+        return {
+            path: Leaf(
+                self.shape,
+                torch.get_default_dtype() if dtype == "floating" else dtype,
+                self.range,
+            )
+        }
+
+
+@dataclass(frozen=True)
+class Model(Entry):
+    """The weights of a whole model: parameters, and running statistics."""
+
+    network: str = ""
+    """Of another network than the client's own, which the algorithm names."""
+
+    def words(self) -> str:
+        return f"weights of {_network_words(self.network)}"
+
+    def leaves(self, path: str, message: Message, known: Known) -> dict[str, Leaf]:
+        return _as_they_are(flatten({"": known.model(self.network)}), path)
+
+
+@dataclass(frozen=True)
+class PerParameter(Entry):
+    """Something for each parameter of a model, of the same shape: itself, or its gradient."""
+
+    part: Literal["all", "head", "base"] = "all"
+    network: str = ""
+
+    def words(self) -> str:
+        of = {"all": "", "head": "the head of ", "base": "all but the head of "}[self.part]
+        return f"a number for each parameter of {of}{_network_words(self.network)}"
+
+    def leaves(self, path: str, message: Message, known: Known) -> dict[str, Leaf]:
+        params = known.model(self.network).params
+        if self.part != "all":
+            head = head_tensors(known.head(self.network), params)
+            inside = {f"{known.head(self.network)}.{name}" for name in head}
+            base = {name: t for name, t in params.items() if name not in inside}
+            params = head if self.part == "head" else base  # a head's names are those inside it
+        return _as_they_are(flatten(params, "/"), path)
+
+
+@dataclass(frozen=True)
+class Numbered(Entry):
+    """Several of one kind, by number: 0, 1, 2, …"""
+
+    entry: Entry
+    number: int | AtMost
+
+    def words(self) -> str:
+        return f"{_dimension_words(self.number)} × {self.entry.words()}"
+
+    def leaves(self, path: str, message: Message, known: Known) -> dict[str, Leaf]:
+        found = _numbered_below(path, message)
+        most = self.number if isinstance(self.number, int) else self.number.number
+        if found > most or (found < most and isinstance(self.number, int)):
+            must = _dimension_words(self.number)
+            raise Refused(f"{path}: there are {found}, must be {must}")
+        leaves: dict[str, Leaf] = {}
+        for number in range(found):
+            leaves |= self.entry.leaves(f"{path}/{number}", message, known)
+        return leaves
+
+
+@dataclass(frozen=True)
+class Maybe(Entry):
+    """What a message may lack: before the first merge a server may have nothing to send."""
+
+    entry: Entry
+
+    def words(self) -> str:
+        return f"{self.entry.words()}, or nothing"
+
+    def leaves(self, path: str, message: Message, known: Known) -> dict[str, Leaf]:
+        there = any(name == path or name.startswith(f"{path}/") for name in message.arrays)
+        return self.entry.leaves(path, message, known) if there else {}
+
+
+SAMPLES = Array((), SampleCount())
+
+
+@dataclass(frozen=True)
+class Messages:
+    """The messages of an algorithm, each by its entries. ``{}`` is a message with nothing in it;
+    None says that nothing is declared: then numbers must be finite, and that is all."""
+
+    up: Entries | None = None
+    """What a client sends, in the opening too."""
+    down: Entries | None = None
+    """What a selected client is sent."""
+    evaluation: Entries | None = None
+    """What a client is sent to have its models evaluated."""
+
+
+# Checking.
+
+
+def refusals(
+    messages: Mapping[int, Message], declared: Entries | None, known: Callable[[int], Known]
+) -> dict[int, str]:
+    """Which of the clients' messages do not fit the declaration, each measured alone, and why."""
+    refused: dict[int, str] = {}
+    judged: list[tuple[int, str, Leaf, Tensor]] = []
+    facts = {client: known(client) for client in messages}
+    for client, message in messages.items():
+        try:
+            judged += _fitting(client, message, declared, facts[client])
+        except Refused as error:
+            refused[client] = str(error)
+    refused |= _not_finite({c: m for c, m in messages.items() if c not in refused})
+    judged = [one for one in judged if one[0] not in refused]
+    for client, path, leaf, values in _out_of_range(judged, facts):
+        reason = leaf.range.fault(values, facts[client])
+        refused.setdefault(client, f"{unquote(path)}: {reason}")
+    return refused
+
+
+def check(message: Message, declared: Entries | None, known: Known) -> None:
+    """Raise Refused where one message does not fit."""
+    for reason in refusals({0: message}, declared, lambda client: known).values():
+        raise Refused(reason)
+
+
+def nearest(message: Message, declared: Entries | None) -> Message:
+    """With floating arrays brought into the range that is declared for them."""
+    arrays = dict(message.arrays)
+    for name, entry in (declared or {}).items():
+        while isinstance(entry, Numbered | Maybe):
+            entry = entry.entry
+        for path, values in arrays.items():
+            inside = path == escaped(name) or path.startswith(f"{escaped(name)}/")
+            fits = values.is_floating_point() and values.ndim and bool(values.isfinite().all())
+            if inside and fits and isinstance(entry, Array):
+                arrays[path] = entry.range.nearest(values)
+    return Message.from_arrays(arrays)
+
+
+def networks(declared: Entries | None) -> set[str]:
+    """Of which networks the shapes must be known; the client's own is called ``""``."""
+    found = set()
+    for entry in (declared or {}).values():
+        while isinstance(entry, Numbered | Maybe):
+            entry = entry.entry
+        if isinstance(entry, Model | PerParameter):
+            found.add(entry.network)
+    return found
+
+
+def lines(messages: Messages) -> list[str]:
+    """For people, a line for each entry."""
+    ways = {
+        "client → server": messages.up,
+        "server → client": messages.down,
+        "server → client, to evaluate": messages.evaluation,
+    }
+    if all(entries is None for entries in ways.values()):
+        return ["messages: nothing is declared; any finite numbers are admitted"]
+    return [line for way, entries in ways.items() for line in _way_lines(way, entries)]
+
+
+def _way_lines(way: str, entries: Entries | None) -> Iterator[str]:
+    if entries is None:
+        yield f"{way}: not declared"
+    elif not entries:
+        yield f"{way}: nothing"
+    else:
+        yield from (f"{way}: {name}, {entry.words()}" for name, entry in entries.items())
+
+
+def _fitting(
+    client: int, message: Message, declared: Entries | None, known: Known
+) -> list[tuple[int, str, Leaf, Tensor]]:
+    """What remains to be judged by its numbers; names, shapes and types are as they must be."""
+    if not isinstance(message, Message):
+        raise Refused(f"is a {type(message).__name__}, must be a message")
+    if declared is None:
+        return []
+    leaves: dict[str, Leaf] = {}
+    for name, entry in declared.items():
+        leaves |= entry.leaves(escaped(name), message, known)
+    for path in message.arrays.keys() - leaves.keys():
+        raise Refused(f"an unknown array {path[:60]!a}, must be {_listed(declared)}")
+    sizes = dict(known.sizes)
+    for path, leaf in leaves.items():
+        if path not in message.arrays:
+            raise Refused(f"{unquote(path)}: is missing")
+        _check_array(path, message.arrays[path], leaf, sizes, known)
+    return [
+        (client, path, leaf, message.arrays[path])
+        for path, leaf in leaves.items()
+        if leaf.range is not REALS and leaf.range is not FREE  # of which all is known then
+    ]
+
+
+def _check_array(
+    path: str, values: Tensor, leaf: Leaf, sizes: dict[str, int], known: Known
+) -> None:
+    if tuple(values.shape) != leaf.shape:
+        shape = [_size(dimension, sizes, known) for dimension in leaf.shape]
+        same = len(shape) == values.ndim
+        for place, (size, dimension) in enumerate(zip(values.shape, leaf.shape, strict=False)):
+            if isinstance(dimension, str) and dimension not in sizes:
+                sizes[dimension] = shape[place] = size
+            if isinstance(dimension, AtMost):
+                same = same and 1 <= size <= dimension.number
+            else:
+                same = same and size == shape[place]
+        if not same:
+            found = shape_text(values.shape) or "a single number"
+            must = "×".join(map(_dimension_words, leaf.shape)) or "a single number"
+            resolved = shape_text([size for size in shape if size is not None])
+            hint = f" ({resolved})" if resolved and resolved != must else ""
+            raise Refused(f"{unquote(path)}: is {found}, must be {must}{hint}")
+    if leaf.dtype is not None and values.dtype != leaf.dtype:
+        found, must = (str(dtype).removeprefix("torch.") for dtype in (values.dtype, leaf.dtype))
+        raise Refused(f"{unquote(path)}: is {found}, must be {must}")
+
+
+def _size(dimension: Dimension, sizes: Mapping[str, int], known: Known) -> int | None:
+    if isinstance(dimension, int):
+        return dimension
+    if isinstance(dimension, AsMany):
+        return _numbered_below(escaped(dimension.name), known.received)
+    if isinstance(dimension, AtMost):
+        return dimension.number
+    return sizes.get(dimension)
+
+
+def _not_finite(messages: Mapping[int, Message]) -> dict[int, str]:
+    if _all_finite([t for message in messages.values() for t in message.arrays.values()]):
+        return {}
+    found: dict[int, str] = {}
+    for client, message in messages.items():
+        for path, values in message.arrays.items():
+            if client not in found and not _all_finite([values]):
+                fault = "is not finite"
+                if bool(values.isfinite().all()):
+                    fault = f"has {float(values.abs().max()):.3g}, more than can be summed"
+                found[client] = f"{path[:60]!a}: {fault}".replace("'", "")
+    return found
+
+
+def _all_finite(tensors: list[Tensor]) -> bool:
+    """Whether none is infinite, not a number, or too large; a device is waited for once."""
+    pieces: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.is_floating_point() and tensor.numel():
+            pieces.setdefault((tensor.device, tensor.dtype), []).append(tensor.reshape(-1))
+    largest = [torch.cat(flat).abs_().max() for flat in pieces.values()]
+    return all(bool(one <= LARGEST) for one in largest)  # not a number is not smaller than any
+
+
+def _out_of_range(
+    judged: list[tuple[int, str, Leaf, Tensor]], known: Mapping[int, Known]
+) -> Iterator[tuple[int, str, Leaf, Tensor]]:
+    """Those whose numbers are not in their range; a device is waited for once."""
+    by_device: dict[torch.device, list[tuple[int, str, Leaf, Tensor]]] = {}
+    for one in judged:
+        by_device.setdefault(one[3].device, []).append(one)
+    for group in by_device.values():
+        verdicts = torch.stack([leaf.range.holds(t, known[client]) for client, _, leaf, t in group])
+        if not bool(verdicts.all()):
+            yield from (
+                one for one, holds in zip(group, verdicts.tolist(), strict=True) if not holds
+            )
+
+
+def _as_they_are(tensors: Mapping[str, Tensor], path: str) -> dict[str, Leaf]:
+    return {
+        path + name: Leaf(tuple(t.shape), t.dtype, REALS if t.is_floating_point() else FREE)
+        for name, t in tensors.items()
+    }
+
+
+def _numbered_below(path: str, message: Message) -> int:
+    """How many different names there are below ``path``."""
+    depth = path.count("/") + 1
+    inside = (name for name in message.arrays if name.startswith(f"{path}/"))
+    return len({name.split("/")[depth] for name in inside})
+
+
+def _dimension_words(dimension: Dimension) -> str:
+    if isinstance(dimension, AtMost):
+        return f"at most {dimension.number}"
+    if isinstance(dimension, AsMany):
+        return f"as many as {dimension.name}"
+    return "|P|" if dimension == "P" else str(dimension)
+
+
+def _network_words(network: str) -> str:
+    return f"'{network}'" if network else "the client's network"
+
+
+def _listed(declared: Entries) -> str:
+    return ", ".join(declared) or "nothing"

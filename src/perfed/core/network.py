@@ -1,0 +1,130 @@
+"""A network as an objective sees it: logits, features, and the head between the two.
+
+*Features* are what goes into the network's last layer, its *head*. ``head(features(x))`` is what
+the network gives for ``x``. How the head is found is the business of :mod:`perfed.models`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from perfed.core.errors import ConfigError
+from perfed.core.judged import What
+from perfed.core.tree import Weights
+
+
+def outputs(
+    module: nn.Module, head: str, tensors: Mapping[str, Tensor], x: Tensor, what: What
+) -> Tensor:
+    """One network's logits or features, in the precision of ``x``: a network may compute in fewer
+    bits, what is made of its outputs does not."""
+    tensors = dict(tensors)
+    if what == "logits":
+        logits: Tensor = functional_call(module, tensors, (x,))
+        return logits.to(x.dtype)
+    caught: list[Tensor] = []
+
+    def catch(layer: nn.Module, given: tuple[Any, ...]) -> None:
+        caught.append(given[0])
+
+    handle = module.get_submodule(declared(head)).register_forward_pre_hook(catch)
+    try:
+        functional_call(module, tensors, (x,))
+    finally:
+        handle.remove()
+    if not caught:
+        raise ConfigError(
+            f"the network never calls its layer '{head}': name another", "models.head"
+        )
+    return caught[-1].to(x.dtype)
+
+
+def head_outputs(
+    module: nn.Module, head: str, tensors: Mapping[str, Tensor], features: Tensor
+) -> Tensor:
+    """What the head makes of features."""
+    layer = module.get_submodule(declared(head))
+    logits: Tensor = functional_call(layer, head_tensors(head, tensors), (features,))
+    return logits.to(features.dtype)
+
+
+def head_tensors(head: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those of a network's tensors that belong to its head, by their names there."""
+    inside = f"{declared(head)}."
+    return {name.removeprefix(inside): t for name, t in tensors.items() if name.startswith(inside)}
+
+
+def declared(head: str) -> str:
+    if not head:
+        raise ConfigError(
+            "an algorithm that looks at features or heads must say so: needs_features = True",
+            "algorithm",
+        )
+    return head
+
+
+class Network:
+    """A module with given weights, while training."""
+
+    def __init__(
+        self, module: nn.Module, weights: Weights, public_batchnorm: str, head: str = ""
+    ) -> None:
+        self._module = module
+        self._weights = weights
+        self._public_batchnorm = public_batchnorm
+        self._head = head
+
+    @property
+    def params(self) -> dict[str, Tensor]:
+        return self._weights.params
+
+    def at(self, params: dict[str, Tensor]) -> Network:
+        """The same network at other parameters; running statistics here are not moved by it."""
+        buffers = {name: b.clone() for name, b in self._weights.buffers.items()}
+        weights = Weights(params, buffers)
+        return Network(self._module, weights, self._public_batchnorm, self._head)
+
+    def with_params(self, some: Mapping[str, Tensor]) -> Network:
+        """:meth:`at`, where only some parameters are others: the frozen ones stay."""
+        return self.at(self._weights.params | dict(some))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Logits of private samples; moves BatchNorm's running statistics."""
+        return self._outputs(x, self._weights.buffers, "logits")
+
+    def features(self, x: Tensor) -> Tensor:
+        """Features of private samples; moves BatchNorm's running statistics."""
+        return self._outputs(x, self._weights.buffers, "features")
+
+    def head(self, features: Tensor) -> Tensor:
+        """The logits that the last layer makes of features."""
+        return head_outputs(self._module, self._head, self._weights.params, features)
+
+    def public(self, x: Tensor) -> Tensor:
+        """Logits of public samples; BatchNorm as ``training.public_batchnorm`` says."""
+        return self._outputs(x, self._public_statistics(), "logits")
+
+    def public_features(self, x: Tensor) -> Tensor:
+        """Features of public samples; BatchNorm as ``training.public_batchnorm`` says."""
+        return self._outputs(x, self._public_statistics(), "features")
+
+    def observe(self, x: Tensor) -> None:
+        """Let public samples pass, for BatchNorm's statistics of them where these are kept."""
+        if self._weights.public_buffers:
+            self.public(x)
+
+    def _public_statistics(self) -> dict[str, Tensor]:
+        """The buffers that public samples use, and move."""
+        if self._public_batchnorm == "shared":
+            return self._weights.buffers
+        if self._public_batchnorm == "separate":
+            return self._weights.public_buffers
+        return {name: b.clone() for name, b in self._weights.buffers.items()}
+
+    def _outputs(self, x: Tensor, buffers: dict[str, Tensor], what: What) -> Tensor:
+        tensors = {**self._weights.params, **buffers}
+        return outputs(self._module, self._head, tensors, x, what)

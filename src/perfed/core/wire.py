@@ -1,0 +1,166 @@
+"""The wire: what happens to a message between who wrote it and who reads it.
+
+A *link* is a list of stages. A stage has two halves: who sends runs ``send``, who receives runs
+``receive``, in the opposite order. Simulation, Ray workers and sites run the same halves. A codec
+is a stage::
+
+    @stages.register("half")
+    @dataclass(frozen=True)
+    class Half(Stage):
+        exact = False
+
+        def send(self, message, at, state):
+            return Message.from_arrays({n: t.half() for n, t in message.arrays.items()}), state
+
+        def receive(self, message, at, state):
+            return Message.from_arrays({n: t.float() for n, t in message.arrays.items()}), state
+
+An experiment names its stages, ``wire: [half]`` or ``wire: [my_file.py:Half]``.
+
+What a stage may rely on, and what it must do:
+
+* It sees whole messages (:class:`~perfed.core.message.Message`), never an empty one.
+* Its random numbers come from ``at.random``: neither the order of execution nor the engine nor a
+  resume moves them.
+* Its state is a tree of tensors, one for each client, direction and end of the link. It is kept
+  with the client, and with the run at the server, and it is in the checkpoint. The opening (round
+  −1) and evaluations neither have state nor leave any.
+* An answer can be lost on the way. Then the client's state has moved on and the server's has not.
+  A stage that needs both to agree must find out by itself, and refuse.
+* What ``receive`` gives must again be what the algorithm has declared: names, shapes and types.
+  Where the numbers are not those that were sent (noise, rounding), ``exact`` is False, and the link
+  then brings them back to the nearest ones in their declared range. So ``merge`` gets probabilities
+  where probabilities are declared, also from noisy ones; but then a row that sums to 1,000 cannot
+  be told from noise, and counts as the honest row nearest to it.
+* ``receive`` may raise :class:`~perfed.core.errors.Refused`; any other error in it counts as that.
+
+The server's half ends with admission: :func:`perfed.core.declaration.refusals`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from perfed.core.declaration import Entries, nearest
+from perfed.core.errors import PerfedError, Refused
+from perfed.core.message import Message
+from perfed.core.registry import Component, Registry
+from perfed.core.streams import numpy_stream
+from perfed.core.tree import Tree
+
+Direction = Literal["up", "down", "evaluation"]
+"""Up is to the server. What is sent for an evaluation takes the way down, with its own numbers."""
+
+
+@dataclass(frozen=True)
+class At:
+    """Where on the wire something happens."""
+
+    seed: int
+    client: int
+    round: int
+    direction: Direction
+    stage: int
+    """Which stage of the link, from 0."""
+
+    def random(self, purpose: str = "") -> np.random.Generator:
+        """A stream for this place alone, one for each purpose (an array's name, say)."""
+        name = f"wire/{self.direction}/{self.stage}/{purpose}"
+        return numpy_stream(self.seed, name, self.client, self.round)
+
+
+class Stage(Component):
+    """One step between an algorithm and the network; see the module's docstring."""
+
+    registry: ClassVar[Registry[Stage]]
+    directions: ClassVar[tuple[Literal["up", "down"], ...]] = ("up",)
+    exact: ClassVar[bool] = True
+    """Whether ``receive`` gives back, to the bit, what ``send`` was given."""
+
+    def send(self, message: Message, at: At, state: Tree) -> tuple[Message, Tree]:
+        """What goes on, and the state this end keeps."""
+        return message, state
+
+    def receive(self, message: Message, at: At, state: Tree) -> tuple[Message, Tree]:
+        """What the other end's ``send`` was given, and the state this end keeps."""
+        return message, state
+
+
+stages: Registry[Stage] = Registry("stage")
+Stage.registry = stages
+
+
+@dataclass(frozen=True)
+class Link:
+    """The stages between the server and each client, as both ends run them.
+
+    State, at either end, is a tree by direction and number of the stage.
+    """
+
+    stages: tuple[Stage, ...] = ()
+    seed: int = 0
+
+    def send(
+        self, message: Message, client: int, round: int, direction: Direction, state: Tree
+    ) -> tuple[Message, Tree]:
+        """What crosses, and the state of this end afterwards."""
+        if not message.arrays:  # nothing is sent
+            return message, state
+        for number, stage in self._serving(direction):
+            at = At(self.seed, client, round, direction, number)
+            message, kept = stage.send(message, at, _state_of(state, at))
+            state = _with_state(state, at, kept)
+        return message, state
+
+    def receive(
+        self,
+        message: Message,
+        client: int,
+        round: int,
+        direction: Direction,
+        state: Tree,
+        declared: Entries | None,
+    ) -> tuple[Message, Tree]:
+        """What was sent, and the state of this end afterwards; raises Refused."""
+        serving = self._serving(direction)
+        if not message.arrays or not serving:
+            return message, state
+        for number, stage in reversed(serving):
+            at = At(self.seed, client, round, direction, number)
+            try:
+                message, kept = stage.receive(message, at, _state_of(state, at))
+            except PerfedError as error:
+                raise Refused(str(error)) from error
+            except Exception as error:  # whatever a stage can stumble over in odd arrays
+                what = f"{type(error).__name__}: {error}".partition("\n")[0]
+                name = stage.registered_name or type(stage).__name__
+                raise Refused(f"stage '{name}' cannot read it: {what[:200]!a}") from error
+            state = _with_state(state, at, kept)
+        if not all(stage.exact for _, stage in serving):
+            message = nearest(message, declared)
+        return message, state
+
+    def _serving(self, direction: Direction) -> list[tuple[int, Stage]]:
+        way = "up" if direction == "up" else "down"
+        return [(n, stage) for n, stage in enumerate(self.stages) if way in stage.directions]
+
+
+def _state_of(state: Tree, at: At) -> Tree:
+    if not _is_kept(at):
+        return {}
+    kept: Tree = state.get(at.direction, {}).get(str(at.stage), {})
+    return kept
+
+
+def _with_state(state: Tree, at: At, kept: Tree) -> Tree:
+    """A new tree; the old one stays as it was, and is itself returned where nothing changes."""
+    if not _is_kept(at) or (not kept and not _state_of(state, at)):
+        return state
+    return state | {at.direction: state.get(at.direction, {}) | {str(at.stage): kept}}
+
+
+def _is_kept(at: At) -> bool:
+    return at.direction != "evaluation" and at.round >= 0

@@ -1,0 +1,156 @@
+"""Who is there: which node is which client, and what a client told on joining."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+from perfed.core.errors import PerfedError
+from perfed.flower.numbers import Numbers, checked_numbers
+from perfed.flower.protocol import Envelope, Refused, check_answer
+from perfed.flower.settings import CoordinatorOptions
+from perfed.flower.site import SPLIT_PARTS
+
+Say = Callable[[str], None]
+MOST = 10**12  # samples that a site may say it has
+WIDEST = 10**7  # features that its network may give
+
+
+class Transport(Protocol):
+    """What carries envelopes."""
+
+    def nodes(self) -> list[int]:
+        """Who is connected."""
+
+    def send(self, node: int, task: Envelope, seconds: float) -> str:
+        """Returns a name by which to ask for the answer, which is of use for so long."""
+
+    def receive(self, names: Iterable[str]) -> dict[str, Envelope | str]:
+        """What has arrived of these: an answer, or why there will be none."""
+
+
+@dataclasses.dataclass
+class Member:
+    """What the coordinator knows of a client that has joined."""
+
+    architecture: str
+    sizes: dict[str, int]
+    site: str
+    """The folder it keeps its state in; another one under the same number is another site."""
+    features: int = 0
+    """The width of its network's features, where the algorithm looks at them."""
+
+
+class Membership:
+    """Which node is which client. A node is asked to join when it is first seen, and again after
+    it was left out of a round."""
+
+    def __init__(
+        self, transport: Transport, invitation: Envelope, options: CoordinatorOptions, say: Say
+    ) -> None:
+        self.members: dict[int, Member] = {}
+        self.numbers: dict[int, Numbers] = {}
+        """The newest judgement of each client that told its own."""
+        self.admit: Callable[[Member], None] = lambda member: None
+        """Raises PerfedError where the server cannot serve a client."""
+        self.has_trained: Callable[[int], bool] = lambda client: False
+        self.changed: Callable[[], None] = lambda: None
+        self._transport = transport
+        self._invitation = invitation
+        self._options = options
+        self._say = say
+        self._node_of: dict[int, int] = {}
+        self._asked: dict[int, tuple[str, float]] = {}  # node → the invitation, and when
+        self._connected: set[int] = set()
+
+    def look(self) -> None:
+        """See who is connected, take in who has answered, and invite whoever has not joined."""
+        self._connected = set(self._transport.nodes())
+        self._node_of = {c: n for c, n in self._node_of.items() if n in self._connected}
+        waiting = {name: node for node, (name, _) in self._asked.items() if name}
+        for name, answer in self._transport.receive(waiting).items() if waiting else ():
+            node = waiting[name]
+            self._asked[node] = ("", time.monotonic())
+            try:
+                self._take_in(node, answer)
+            except PerfedError as error:
+                self._say(f"node {node} may not join: {error}")
+        joined = set(self._node_of.values())
+        for node in self._connected - joined:
+            _, asked = self._asked.get(node, ("", -float("inf")))
+            if time.monotonic() - asked > self._options.deadline:
+                try:
+                    name = self._transport.send(node, self._invitation, self._options.deadline)
+                except PerfedError as error:
+                    name = ""
+                    self._say(f"node {node} cannot be asked to join: {error}")
+                self._asked[node] = (name, time.monotonic())
+
+    def present(self) -> list[int]:
+        return sorted(self._node_of)
+
+    def node(self, client: int) -> int:
+        return self._node_of[client]
+
+    def has_moved(self, client: int, node: int) -> bool:
+        """Whether a client has come back as another node: what the old one was asked is lost."""
+        return self._node_of.get(client, node) != node
+
+    def leave_out(self, client: int, node: int) -> None:
+        """Until it has answered an invitation, which goes out at once; unless it has come back as
+        another node meanwhile."""
+        if self._node_of.get(client) == node:
+            del self._node_of[client]
+            self._asked.pop(node, None)
+
+    def _take_in(self, node: int, answer: Envelope | str) -> None:
+        if isinstance(answer, str):
+            raise Refused(answer)
+        check_answer(self._invitation.header, answer)
+        client, member, numbers = introduction(answer.facts, self._options.experiment.clients)
+        self._forget_other_numbers(member.site, client)
+        before = self.members.get(client)
+        if before is not None and before.site != member.site and client in self._node_of:
+            raise Refused(f"client {client} is another site already: give this one its own number")
+        if before is not None and before.architecture != member.architecture:
+            raise Refused(
+                f"client {client} came with '{before.architecture}' before, "
+                f"now with '{member.architecture}'"
+            )
+        self.admit(member)
+        self.members[client] = member
+        self._node_of[client] = node
+        if numbers:
+            self.numbers[client] = numbers
+        self._say(
+            f"client {client} is there: {member.architecture}, {member.sizes['train']} samples"
+        )
+        self.changed()
+
+    def _forget_other_numbers(self, site: str, client: int) -> None:
+        """A site that came with a wrong number, and has done nothing under it, gives it back."""
+        for other, member in list(self.members.items()):
+            if member.site == site and other != client and not self.has_trained(other):
+                del self.members[other]
+                self._node_of.pop(other, None)
+                self.numbers.pop(other, None)
+
+
+def introduction(facts: Mapping[str, Any], clients: int) -> tuple[int, Member, Numbers]:
+    """What a site says of itself on joining. It may run other code than this: nothing is taken
+    for granted."""
+    try:
+        client, sizes = int(facts["client"]), {p: int(facts["sizes"][p]) for p in SPLIT_PARTS}
+        features = int(facts.get("features", 0))
+        member = Member(str(facts["architecture"]), sizes, str(facts["site"]), features)
+    except (KeyError, TypeError, ValueError, OverflowError):
+        raise Refused("it does not say who it is") from None
+    if not member.architecture.isprintable():
+        raise Refused(f"its architecture's name, {member.architecture!a}, is no text")
+    if not 0 <= client < clients or not 1 <= min(sizes.values()) <= max(sizes.values()) <= MOST:
+        raise Refused(f"client {client} with {sizes} samples: there is no such client")
+    if not 0 <= member.features <= WIDEST:
+        raise Refused(f"{member.features} features: no network gives so many")
+    return client, member, checked_numbers(facts) if "numbers" in facts else {}

@@ -1,0 +1,242 @@
+"""A codec, noise and a stage with state, each one file outside the package: on every engine, after
+a resume, and at sites."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import perfed
+from perfed import Execution
+from perfed.core.channel import Channel
+from perfed.core.message import Message
+from perfed.core.tree import Weights, flatten
+from perfed.core.wire import At, Link, stages
+from perfed.runs.simulation import Simulation
+from tests.conftest import SEQUENTIAL, STACKED, spec, tiny
+from tests.engines.test_stacked import MIXED, assert_same
+from tests.flower.setting import desk, simulated, write_federation
+from tests.flower.test_coordinator import Killed, assert_same_numbers, lines, run
+from tests.runs.test_resume import StopAfter, contents
+
+HERE = Path(__file__).parent
+EIGHT_BIT: dict[str, Any] = {"name": f"{HERE}/eight_bit.py:EightBit"}
+STOCHASTIC = EIGHT_BIT | {"rounding": "stochastic"}
+NOISE: dict[str, Any] = {"name": f"{HERE}/gaussian_noise.py:GaussianNoise", "norm": 50.0}
+DIFFERENCE: dict[str, Any] = {"name": f"{HERE}/difference.py:Difference"}
+WIRES = {
+    "eight-bit": [EIGHT_BIT],
+    "stochastic": [STOCHASTIC],
+    "noise": [NOISE],
+    "difference": [DIFFERENCE],
+    "all": [NOISE, DIFFERENCE, STOCHASTIC],
+}
+NAMES = ["perfed-ckt", "perfed-evidence", "fedavg", "scaffold", "fedfomo", "hypcluster"]
+AT = At(seed=3, client=1, round=2, direction="up", stage=0)
+messages = st.integers(0, 999).map(
+    lambda seed: Message(
+        soft_decisions=torch.rand(7, 5, generator=torch.Generator().manual_seed(seed)).softmax(1),
+        model=Weights({"a.b": 1e3 * torch.randn(4, 3)}, {"n": torch.tensor(seed)}),
+        samples=seed,
+        amounts=torch.zeros(0),
+    )
+)
+
+
+def played(how: Execution, rounds: int = 3, **changes: Any) -> Simulation:
+    simulation, channel = Simulation(tiny(**changes), how=how), Channel()
+    simulation.begin(channel)
+    for round in range(rounds):
+        simulation.play_round(round, channel)
+        assert not simulation.refused
+    return simulation
+
+
+@given(messages)
+def test_a_nearest_level_is_at_most_half_a_step_away(message: Message) -> None:
+    codec = stages.build(EIGHT_BIT)
+    sent, _ = codec.send(message, AT, {})
+    again, _ = codec.receive(sent, AT, {})
+    assert again.arrays.keys() == message.arrays.keys()
+    for name, values in message.arrays.items():
+        assert (again.arrays[name].shape, again.arrays[name].dtype) == (values.shape, values.dtype)
+        if values.is_floating_point() and values.numel():
+            step = (values.max() - values.min()) / 255
+            error = (again.arrays[name] - values).abs().max()
+            assert error <= step * 0.5001 + 1e-6 * values.abs().max()
+        else:
+            assert torch.equal(again.arrays[name], values)
+
+
+def test_stochastic_rounding_is_right_on_average_and_addressed() -> None:
+    codec = stages.build(STOCHASTIC)
+    message = Message(x=torch.tensor([0.0, 0.1234, 1.0]).repeat(4000))
+
+    def received(at: At) -> torch.Tensor:
+        again: torch.Tensor = codec.receive(codec.send(message, at, {})[0], at, {})[0]["x"]
+        return again
+
+    found = received(AT)
+    assert float(found[1::3].mean()) == pytest.approx(0.1234, abs=2e-4)
+    assert torch.equal(found, received(AT))
+    for other in ({"seed": 4}, {"client": 2}, {"round": 3}, {"direction": "down"}, {"stage": 1}):
+        assert not torch.equal(found, received(At(**(vars(AT) | other))))
+
+
+def test_noise_has_its_moments_and_a_norm_its_limit() -> None:
+    stage = stages.build(NOISE | {"deviation": 0.25, "norm": 2.0})
+    values = torch.full((200, 100), 5.0)
+    weights = Weights({"x": values}, {"variance": torch.ones(3)})
+    sent, _ = stage.send(Message(a=values, model=weights, samples=4), AT, {})
+    limited = 2.0 / (200 * 100) ** 0.5
+    noise = (sent["a"] - limited).numpy() / 0.25
+    assert abs(noise.mean()) < 4 / np.sqrt(noise.size)
+    assert noise.std() == pytest.approx(1, abs=0.02)
+    assert (noise**3).mean() == pytest.approx(0, abs=0.08)
+    assert (noise**4).mean() == pytest.approx(3, abs=0.2)
+    assert abs(np.corrcoef(noise[:, 0], noise[:, 1])[0, 1]) < 0.3
+    assert torch.equal(sent["model"].buffers["variance"], torch.ones(3))
+    assert int(sent["samples"]) == 4
+    assert not torch.equal(sent["a"], sent["model"].params["x"])  # another array, another stream
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("name", NAMES)
+def test_stacked_is_as_sequential(wire: str, name: str) -> None:
+    changes = {"algorithm": spec(name), "models": MIXED, "wire": WIRES[wire]}
+    assert_same(played(STACKED, **changes), played(SEQUENTIAL, **changes), 1e-8)
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("name", NAMES)
+def test_ray_is_as_stacked(name: str, workers: Execution) -> None:
+    changes = {"algorithm": spec(name), "models": MIXED, "wire": WIRES["all"]}
+    simulation = played(workers, **changes)
+    simulation.engine.collect(simulation.population)
+    reference = played(STACKED, **changes)
+    assert_same(simulation, reference, 1e-8)
+    assert_same_link(simulation, reference)
+    simulation.engine.close()
+
+
+def assert_same_link(one: Simulation, other: Simulation) -> None:
+    ends = [(s.progress.link, {k: r.kept for k, r in s.records.items()}) for s in (one, other)]
+    left, right = (
+        flatten({"server": server, "clients": {str(k): kept for k, kept in clients.items()}})
+        for server, clients in ends
+    )
+    assert left.keys() == right.keys()
+    assert left
+    for name in left:
+        torch.testing.assert_close(left[name], right[name], rtol=1e-8, atol=1e-8)
+
+
+def test_both_ends_keep_the_same_and_only_who_took_part() -> None:
+    simulation = played(SEQUENTIAL, models=MIXED, wire=[DIFFERENCE])
+    trained = [k for k, times in enumerate(simulation.progress.trained) if times]
+    assert sorted(map(int, simulation.progress.link)) == trained
+    for client in trained:
+        server = flatten(simulation.progress.link[str(client)])
+        kept = flatten(simulation.records[client].kept["link"])
+        assert kept.keys() == server.keys() == {"up/0/last/soft_decisions", "up/0/number"}
+        assert all(torch.equal(kept[name], server[name]) for name in kept)
+        assert int(server["up/0/number"]) == simulation.progress.trained[client]
+
+
+@pytest.mark.parametrize("wire", ["stochastic", "all"])
+@pytest.mark.parametrize("name", ["perfed-ckt", "fedavg"])
+def test_resumed_it_ends_with_the_same_bytes(wire: str, name: str, tmp_path: Path) -> None:
+    experiment = tiny(algorithm=spec(name), wire=WIRES[wire], rounds=4)
+    whole = perfed.run(experiment, tmp_path / "whole")
+    how = Execution(checkpoint_seconds=0)
+    with pytest.raises(KeyboardInterrupt):
+        perfed.run(experiment, tmp_path / "cut", callbacks=[StopAfter(2)], how=how)
+    files = json.loads((tmp_path / "cut/checkpoint/manifest.json").read_text())["files"]
+    assert ("link" in files) == (wire == "all")
+    perfed.resume(tmp_path / "cut")
+    assert contents(tmp_path / "cut") == contents(whole.path)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_sites_give_what_the_simulation_gives(wire: str, tmp_path: Path) -> None:
+    for name in ("perfed-ckt", "perfed-evidence", "scaffold"):
+        changes = {"algorithm": spec(name), "wire": WIRES[wire]}
+        folder = write_federation(tmp_path / name / "federation", **changes)
+        through = desk(folder)
+        run(folder, through)
+        simulated(tmp_path / name / "simulation", **changes)
+        assert_same_numbers(folder / "run", tmp_path / name / "simulation")
+        assert not any("refused" in line for line in lines(folder / "run", "rounds.jsonl"))
+
+
+def test_a_killed_coordinator_keeps_its_end_of_the_link(tmp_path: Path) -> None:
+    """Killed in round 1, while the last site works; the sites' ends have moved on already."""
+    folder = write_federation(tmp_path / "federation", wire=WIRES["all"])
+    asked: list[int] = []
+
+    def fate(node: int, task: Any) -> None:
+        if (task.header.kind, task.header.round) == ("round", 1):
+            asked.append(node)
+            if len(asked) == 3:
+                raise Killed
+
+    with pytest.raises(Killed):
+        run(folder, desk(folder, fate))
+    run(folder, desk(folder))
+    simulated(tmp_path / "simulation", wire=WIRES["all"])
+    assert_same_numbers(folder / "run", tmp_path / "simulation")
+
+
+def test_bytes_are_counted_as_sent_and_parameters_as_written(tmp_path: Path) -> None:
+    for name in ("perfed-ckt", "fedavg"):
+        changes = {"algorithm": spec(name), "data": {"name": "digits", "public": 400}}
+        plain = perfed.run(tiny(**changes), tmp_path / name / "plain", how=SEQUENTIAL)
+        coded = perfed.run(
+            tiny(**changes, wire=[EIGHT_BIT]), tmp_path / name / "coded", how=SEQUENTIAL
+        )
+        for one, other in zip(
+            *(lines(r.path, "rounds.jsonl") for r in (coded, plain)), strict=True
+        ):
+            now, before = one["traffic"], other["traffic"]
+            for way in ("up", "down"):
+                assert now[f"{way}_parameters"] == before[f"{way}_parameters"]
+                assert now[f"{way}_bytes"] <= 0.5 * before[f"{way}_bytes"]
+            if name == "fedavg" and one["round"] >= 0:
+                judged = [line["evaluation_traffic"] for line in (one, other)]
+                assert judged[0]["down_parameters"] == judged[1]["down_parameters"] > 0
+                assert 0 < judged[0]["down_bytes"] <= 0.5 * judged[1]["down_bytes"]
+                assert judged[0]["up_bytes"] == 0
+
+
+def test_what_the_channel_counts_is_what_is_sent(tmp_path: Path) -> None:
+    from perfed.core import tensorfile
+
+    folder = write_federation(tmp_path / "federation", wire=[EIGHT_BIT], algorithm="fedavg")
+    through = desk(folder)
+    run(folder, through)
+    down: dict[tuple[str, int], int] = {}
+    for _, task in through.tasks:
+        key = (task.header.kind, task.header.round)
+        size = len(tensorfile.encode(task.message.arrays)) if task.message.arrays else 0
+        down[key] = down.get(key, 0) + size
+    for line in lines(folder / "run", "rounds.jsonl"):
+        assert line["traffic"]["down_bytes"] == down["round", line["round"]]
+        assert line["evaluation_traffic"]["down_bytes"] == down["evaluate", line["round"]]
+
+
+def test_a_garbled_code_is_refused() -> None:
+    link = Link((stages.build(EIGHT_BIT),), seed=0)
+    for arrays in (
+        {"levels/x": torch.zeros(3, dtype=torch.uint8)},
+        {"levels/x": torch.zeros(3, dtype=torch.uint8), "scale/x": torch.zeros(5)},
+    ):
+        with pytest.raises(perfed.PerfedError, match="stage 'eight-bit' cannot read it: "):
+            link.receive(Message.from_arrays(arrays), 0, 0, "up", {}, None)
