@@ -12,6 +12,8 @@ from perfed.config import Comparison, Experiment, Training, load
 from perfed.core.algorithm import Algorithm, algorithms
 from perfed.core.errors import PerfedError
 from perfed.core.message import Message
+from perfed.core.optimizer import Optimizer, optimizers
+from perfed.core.schedule import Schedule, schedules
 from perfed.core.tree import Weights
 from perfed.core.wire import Stage, stages
 from perfed.data import Split, datasets, partitions
@@ -46,9 +48,11 @@ __all__ = [
     "Experiment",
     "Message",
     "Models",
+    "Optimizer",
     "PerfedError",
     "Result",
     "RoundReport",
+    "Schedule",
     "Split",
     "Stage",
     "Training",
@@ -59,8 +63,10 @@ __all__ = [
     "datasets",
     "load",
     "load_model",
+    "optimizers",
     "partitions",
     "resume",
     "run",
+    "schedules",
     "stages",
 ]

@@ -316,9 +316,11 @@ class Recorder(Channel):
 
     sent: Mapping[int, Message]
 
-    def up(self, messages: Mapping[int, Message]) -> Mapping[int, Message]:
+    def up(
+        self, messages: Mapping[int, Message], sent: Mapping[int, Message] | None = None
+    ) -> None:
         self.sent = messages
-        return super().up(messages)
+        super().up(messages, sent)
 
 
 def distilled(

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import perfed
+from perfed.core.admission import check, nearest, refusals
 from perfed.core.declaration import (
     COUNTS,
     FREE,
@@ -30,11 +31,8 @@ from perfed.core.declaration import (
     Probabilities,
     Reals,
     Whole,
-    check,
     lines,
-    nearest,
     networks,
-    refusals,
 )
 from perfed.core.errors import Refused
 from perfed.core.message import Message

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 import perfed
 from perfed import Execution
+from perfed.core import wire
 from perfed.core.declaration import PROBABILITIES, Array
 from perfed.core.errors import ConfigError, Refused
 from perfed.core.message import Message
@@ -147,6 +149,23 @@ def test_parameters_do_not_depend_on_stages_and_configurations_name_them(tmp_pat
     one, other = (line["traffic"] for line in lines)
     assert one["up_parameters"] == other["up_parameters"]
     assert one["up_bytes"] < other["up_bytes"]
+
+
+def test_the_stage_in_the_documentation_works(tmp_path: Path) -> None:
+    block = (wire.__doc__ or "").partition("is a stage::\n")[2].partition("\nAn experiment")[0]
+    imports = """
+from dataclasses import dataclass
+import torch
+from perfed.core.message import Message
+from perfed.core.wire import Stage, stages
+"""
+    (tmp_path / "half.py").write_text(imports + textwrap.dedent(block))
+    halves = perfed.run(tiny(wire=[f"{tmp_path}/half.py:Half"]), tmp_path / "half")
+    whole = perfed.run(tiny(), tmp_path / "whole")
+    sent = [r.summary["traffic"]["up_bytes"] for r in (halves, whole)]
+    assert 0.5 < sent[0] / sent[1] < 0.6
+    lines = (halves.path / "rounds.jsonl").read_text().splitlines()
+    assert not any("refused" in json.loads(line) for line in lines)
 
 
 def test_a_stage_that_does_not_exist_is_said_so() -> None:

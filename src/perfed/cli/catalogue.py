@@ -22,7 +22,10 @@ from perfed.explain import about, described, shown_default
 def list_(
     kind: Annotated[
         str | None,
-        typer.Argument(help="algorithms, models, datasets, partitions, stages, metrics or presets"),
+        typer.Argument(
+            help="algorithms, models, datasets, partitions, optimizers, schedules, stages, metrics "
+            "or presets"
+        ),
     ] = None,
     with_: Annotated[
         list[str] | None,
@@ -39,6 +42,8 @@ def list_(
         "models": perfed.architectures,
         "datasets": perfed.datasets,
         "partitions": perfed.partitions,
+        "optimizers": perfed.optimizers,
+        "schedules": perfed.schedules,
         "stages": perfed.stages,
     }
     known = [*registries, "metrics", "presets"]

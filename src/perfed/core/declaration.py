@@ -7,8 +7,8 @@ An algorithm says it once, in :meth:`perfed.core.algorithm.Algorithm.messages`::
         return Messages(up={"soft_decisions": decisions, "samples": SAMPLES}, down={}, ...)
 
 The declaration is what ``merge`` may rely on. Every message is measured by it, alone, before it is
-used (:func:`refusals`); ``perfed explain`` prints it (:func:`lines`); and what a lossy stage of the
-wire has blurred is brought back into it (:func:`nearest`).
+used, and what a lossy stage of the wire has blurred is brought back into it
+(:mod:`perfed.core.admission`); ``perfed explain`` prints it (:func:`lines`).
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
-from urllib.parse import unquote
 
 import torch
 from torch import Tensor
 
-from perfed.core.errors import Refused, shape_text
+from perfed.core.errors import Refused
 from perfed.core.message import Message
 from perfed.core.network import head_tensors
-from perfed.core.tree import Weights, escaped, flatten
+from perfed.core.tree import Weights, flatten
 
 TOLERANCE = 2**-7
 """How far from 1 the sum of a row of probabilities may be. In bf16 a number has 8 bits, so each
@@ -243,7 +242,7 @@ class Array(Entry):
     range: Range
 
     def words(self) -> str:
-        shape = "×".join(map(_dimension_words, self.shape))
+        shape = "×".join(map(dimension_words, self.shape))
         words = self.range.words()
         if not shape:
             return words.replace("whole numbers", "a whole number").replace("numbers", "a number")
@@ -303,13 +302,13 @@ class Numbered(Entry):
     number: int | AtMost
 
     def words(self) -> str:
-        return f"{_dimension_words(self.number)} × {self.entry.words()}"
+        return f"{dimension_words(self.number)} × {self.entry.words()}"
 
     def leaves(self, path: str, message: Message, known: Known) -> dict[str, Leaf]:
-        found = _numbered_below(path, message)
+        found = numbered_below(path, message)
         most = self.number if isinstance(self.number, int) else self.number.number
         if found > most or (found < most and isinstance(self.number, int)):
-            must = _dimension_words(self.number)
+            must = dimension_words(self.number)
             raise Refused(f"{path}: there are {found}, must be {must}")
         leaves: dict[str, Leaf] = {}
         for number in range(found):
@@ -347,49 +346,6 @@ class Messages:
     """What a client is sent to have its models evaluated."""
 
 
-# Checking.
-
-
-def refusals(
-    messages: Mapping[int, Message], declared: Entries | None, known: Callable[[int], Known]
-) -> dict[int, str]:
-    """Which of the clients' messages do not fit the declaration, each measured alone, and why."""
-    refused: dict[int, str] = {}
-    judged: list[tuple[int, str, Leaf, Tensor]] = []
-    facts = {client: known(client) for client in messages}
-    for client, message in messages.items():
-        try:
-            judged += _fitting(client, message, declared, facts[client])
-        except Refused as error:
-            refused[client] = str(error)
-    refused |= _not_finite({c: m for c, m in messages.items() if c not in refused})
-    judged = [one for one in judged if one[0] not in refused]
-    for client, path, leaf, values in _out_of_range(judged, facts):
-        reason = leaf.range.fault(values, facts[client])
-        refused.setdefault(client, f"{unquote(path)}: {reason}")
-    return refused
-
-
-def check(message: Message, declared: Entries | None, known: Known) -> None:
-    """Raise Refused where one message does not fit."""
-    for reason in refusals({0: message}, declared, lambda client: known).values():
-        raise Refused(reason)
-
-
-def nearest(message: Message, declared: Entries | None) -> Message:
-    """With floating arrays brought into the range that is declared for them."""
-    arrays = dict(message.arrays)
-    for name, entry in (declared or {}).items():
-        while isinstance(entry, Numbered | Maybe):
-            entry = entry.entry
-        for path, values in arrays.items():
-            inside = path == escaped(name) or path.startswith(f"{escaped(name)}/")
-            fits = values.is_floating_point() and values.ndim and bool(values.isfinite().all())
-            if inside and fits and isinstance(entry, Array):
-                arrays[path] = entry.range.nearest(values)
-    return Message.from_arrays(arrays)
-
-
 def networks(declared: Entries | None) -> set[str]:
     """Of which networks the shapes must be known; the client's own is called ``""``."""
     found = set()
@@ -422,104 +378,6 @@ def _way_lines(way: str, entries: Entries | None) -> Iterator[str]:
         yield from (f"{way}: {name}, {entry.words()}" for name, entry in entries.items())
 
 
-def _fitting(
-    client: int, message: Message, declared: Entries | None, known: Known
-) -> list[tuple[int, str, Leaf, Tensor]]:
-    """What remains to be judged by its numbers; names, shapes and types are as they must be."""
-    if not isinstance(message, Message):
-        raise Refused(f"is a {type(message).__name__}, must be a message")
-    if declared is None:
-        return []
-    leaves: dict[str, Leaf] = {}
-    for name, entry in declared.items():
-        leaves |= entry.leaves(escaped(name), message, known)
-    for path in message.arrays.keys() - leaves.keys():
-        raise Refused(f"an unknown array {path[:60]!a}, must be {_listed(declared)}")
-    sizes = dict(known.sizes)
-    for path, leaf in leaves.items():
-        if path not in message.arrays:
-            raise Refused(f"{unquote(path)}: is missing")
-        _check_array(path, message.arrays[path], leaf, sizes, known)
-    return [
-        (client, path, leaf, message.arrays[path])
-        for path, leaf in leaves.items()
-        if leaf.range is not REALS and leaf.range is not FREE  # of which all is known then
-    ]
-
-
-def _check_array(
-    path: str, values: Tensor, leaf: Leaf, sizes: dict[str, int], known: Known
-) -> None:
-    if tuple(values.shape) != leaf.shape:
-        shape = [_size(dimension, sizes, known) for dimension in leaf.shape]
-        same = len(shape) == values.ndim
-        for place, (size, dimension) in enumerate(zip(values.shape, leaf.shape, strict=False)):
-            if isinstance(dimension, str) and dimension not in sizes:
-                sizes[dimension] = shape[place] = size
-            if isinstance(dimension, AtMost):
-                same = same and 1 <= size <= dimension.number
-            else:
-                same = same and size == shape[place]
-        if not same:
-            found = shape_text(values.shape) or "a single number"
-            must = "×".join(map(_dimension_words, leaf.shape)) or "a single number"
-            resolved = shape_text([size for size in shape if size is not None])
-            hint = f" ({resolved})" if resolved and resolved != must else ""
-            raise Refused(f"{unquote(path)}: is {found}, must be {must}{hint}")
-    if leaf.dtype is not None and values.dtype != leaf.dtype:
-        found, must = (str(dtype).removeprefix("torch.") for dtype in (values.dtype, leaf.dtype))
-        raise Refused(f"{unquote(path)}: is {found}, must be {must}")
-
-
-def _size(dimension: Dimension, sizes: Mapping[str, int], known: Known) -> int | None:
-    if isinstance(dimension, int):
-        return dimension
-    if isinstance(dimension, AsMany):
-        return _numbered_below(escaped(dimension.name), known.received)
-    if isinstance(dimension, AtMost):
-        return dimension.number
-    return sizes.get(dimension)
-
-
-def _not_finite(messages: Mapping[int, Message]) -> dict[int, str]:
-    if _all_finite([t for message in messages.values() for t in message.arrays.values()]):
-        return {}
-    found: dict[int, str] = {}
-    for client, message in messages.items():
-        for path, values in message.arrays.items():
-            if client not in found and not _all_finite([values]):
-                fault = "is not finite"
-                if bool(values.isfinite().all()):
-                    fault = f"has {float(values.abs().max()):.3g}, more than can be summed"
-                found[client] = f"{path[:60]!a}: {fault}".replace("'", "")
-    return found
-
-
-def _all_finite(tensors: list[Tensor]) -> bool:
-    """Whether none is infinite, not a number, or too large; a device is waited for once."""
-    pieces: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for tensor in tensors:
-        if tensor.is_floating_point() and tensor.numel():
-            pieces.setdefault((tensor.device, tensor.dtype), []).append(tensor.reshape(-1))
-    largest = [torch.cat(flat).abs_().max() for flat in pieces.values()]
-    return all(bool(one <= LARGEST) for one in largest)  # not a number is not smaller than any
-
-
-def _out_of_range(
-    judged: list[tuple[int, str, Leaf, Tensor]], known: Mapping[int, Known]
-) -> Iterator[tuple[int, str, Leaf, Tensor]]:
-    """Those whose numbers are not in their range; a device is waited for once."""
-    by_device: dict[torch.device, list[tuple[int, str, Leaf, Tensor]]] = {}
-    for one in judged:
-        by_device.setdefault(one[3].device, []).append(one)
-    for group in by_device.values():
-        verdicts = torch.stack([leaf.range.holds(t, known[client]) for client, _, leaf, t in group])
-        if not bool(verdicts.all()):
-            yield from (
-                one for one, holds in zip(group, verdicts.tolist(), strict=True) if not holds
-            )
-
-
 def _as_they_are(tensors: Mapping[str, Tensor], path: str) -> dict[str, Leaf]:
     return {
         path + name: Leaf(tuple(t.shape), t.dtype, REALS if t.is_floating_point() else FREE)
@@ -527,14 +385,14 @@ def _as_they_are(tensors: Mapping[str, Tensor], path: str) -> dict[str, Leaf]:
     }
 
 
-def _numbered_below(path: str, message: Message) -> int:
+def numbered_below(path: str, message: Message) -> int:
     """How many different names there are below ``path``."""
     depth = path.count("/") + 1
     inside = (name for name in message.arrays if name.startswith(f"{path}/"))
     return len({name.split("/")[depth] for name in inside})
 
 
-def _dimension_words(dimension: Dimension) -> str:
+def dimension_words(dimension: Dimension) -> str:
     if isinstance(dimension, AtMost):
         return f"at most {dimension.number}"
     if isinstance(dimension, AsMany):
@@ -544,7 +402,3 @@ def _dimension_words(dimension: Dimension) -> str:
 
 def _network_words(network: str) -> str:
     return f"'{network}'" if network else "the client's network"
-
-
-def _listed(declared: Entries) -> str:
-    return ", ".join(declared) or "nothing"

@@ -10,10 +10,16 @@ is a stage::
         exact = False
 
         def send(self, message, at, state):
-            return Message.from_arrays({n: t.half() for n, t in message.arrays.items()}), state
+            return cast(message, torch.float16), state
 
         def receive(self, message, at, state):
-            return Message.from_arrays({n: t.float() for n, t in message.arrays.items()}), state
+            return cast(message, torch.float32), state
+
+    def cast(message, dtype):
+        arrays = message.arrays.items()
+        return Message.from_arrays(
+            {name: t.to(dtype) if t.is_floating_point() else t for name, t in arrays}
+        )
 
 An experiment names its stages, ``wire: [half]`` or ``wire: [my_file.py:Half]``.
 
@@ -34,7 +40,7 @@ What a stage may rely on, and what it must do:
   be told from noise, and counts as the honest row nearest to it.
 * ``receive`` may raise :class:`~perfed.core.errors.Refused`; any other error in it counts as that.
 
-The server's half ends with admission: :func:`perfed.core.declaration.refusals`.
+The server's half ends with admission: :func:`perfed.core.admission.refusals`.
 """
 
 from __future__ import annotations
@@ -44,7 +50,8 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from perfed.core.declaration import Entries, nearest
+from perfed.core.admission import nearest
+from perfed.core.declaration import Entries
 from perfed.core.errors import PerfedError, Refused
 from perfed.core.message import Message
 from perfed.core.registry import Component, Registry

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from perfed.config import Training
+from perfed.core.admission import check
 from perfed.core.algorithm import Algorithm, Client, Judged
-from perfed.core.declaration import Known, check
+from perfed.core.declaration import Known
 from perfed.core.errors import ConfigError, did_you_mean, shape_text
 from perfed.core.message import Message
 from perfed.core.metrics import EVALUATED_ON, Samples, column_name, evaluate

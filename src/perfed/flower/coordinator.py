@@ -1,9 +1,9 @@
 """The coordinator: who is there, and what a round waits for.
 
 A round asks its sites and waits until each has answered or the deadline is over; who is late, dead
-or failing is left out. Whoever was left out is asked to join again, and is drawn again once it has
-answered that. With fewer than ``minimum`` answers the round is tried again: those who have done it
-answer from their checkpoints.
+or failing, or whose answer does not fit what the algorithm declares, is left out. Whoever was left
+out is asked to join again, and is drawn again once it has answered that. With fewer than
+``minimum`` answers the round is tried again: those who have done it answer from their checkpoints.
 """
 
 from __future__ import annotations

@@ -16,9 +16,10 @@ import numpy as np
 import torch
 
 from perfed.config import Experiment, parse, read_mapping
+from perfed.core.admission import refusals
 from perfed.core.algorithm import Algorithm, ClientInfo, Reply, Server
 from perfed.core.channel import Channel, Traffic
-from perfed.core.declaration import Known, refusals
+from perfed.core.declaration import Known
 from perfed.core.errors import Diverged, Refused, RunError
 from perfed.core.message import Message
 from perfed.core.metrics import Columns, summarize
