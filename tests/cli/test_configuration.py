@@ -140,6 +140,6 @@ def test_explain_prints_and_mends(
     assert here(monkeypatch, "explain") == 0
     assert "algorithm.clusters (perfed-ckt)" in capsys.readouterr().out
     assert here(monkeypatch, "explain", "training.steps") == 0
-    assert "τ: SGD steps per round" in capsys.readouterr().out
+    assert "τ: training steps per round" in capsys.readouterr().out
     assert here(monkeypatch, "explain", "training.stepps") == 2
     assert "did you mean 'training.steps'?" in capsys.readouterr().err
