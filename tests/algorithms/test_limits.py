@@ -13,11 +13,10 @@ from perfed.core.channel import Channel
 from perfed.core.message import Message
 from perfed.core.streams import stream_key
 from perfed.core.tree import Weights
-from perfed.engines import SequentialEngine
 from perfed.engines.base import Sgd
 from perfed.runs.simulation import Simulation
 from tests.conftest import played, simulate, spec
-from tests.engines.clients import working_client
+from tests.engines.clients import run_task, working_client
 
 MODELS = {"architectures": ["mlp", {"name": "cnn", "batchnorm": True}]}
 LOCAL = {"name": "local", "participation": "drawn"}
@@ -148,11 +147,9 @@ def test_fedfomo_sent_only_its_own_model_is_local_training() -> None:
     for round in range(4):
         own = working_client(engine, 2, round).weights
         message = Message(candidates={"0": own, "1": own})
-        engine.commit(
-            SequentialEngine().run(engine, algorithm.client_round, {2: message}, round)[1]
-        )
+        engine.commit(run_task(engine, algorithm.client_round, {2: message}, round)[1])
         task = local.algorithm.client_round
-        reference.commit(SequentialEngine().run(reference, task, {2: Message()}, round)[1])
+        reference.commit(run_task(reference, task, {2: Message()}, round)[1])
     for mine, theirs in zip(engine.records[2].weights, reference.records[2].weights, strict=True):
         assert all(torch.allclose(mine[name], theirs[name], atol=1e-6) for name in theirs)
 

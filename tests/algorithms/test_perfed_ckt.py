@@ -11,9 +11,8 @@ import perfed
 from perfed.core.message import Message
 from perfed.core.streams import stream_key, uniform_indices
 from perfed.core.tree import Weights
-from perfed.engines import SequentialEngine
 from tests.conftest import simulate, tiny
-from tests.engines.clients import working_client
+from tests.engines.clients import run_task, working_client
 
 LINEAR = {"architectures": [{"name": "mlp", "hidden": []}]}
 
@@ -39,7 +38,7 @@ def test_one_step_is_the_papers_update_rule() -> None:
     )
     engine, client = simulation.population, 1
     centroids = torch.rand(2, 30, 10).softmax(-1)
-    replies, records = SequentialEngine().run(
+    replies, records = run_task(
         engine, simulation.algorithm.client_round, {client: Message(centroids=centroids)}, round
     )
 
@@ -174,11 +173,11 @@ def test_a_client_keeps_its_model_and_buffers_until_drawn_again() -> None:
     simulation = simulate(models={"architectures": [{"name": "cnn", "batchnorm": True}]})
     engine, task = simulation.population, simulation.algorithm.client_round
     message = Message(centroids=torch.full((1, 30, 10), 0.1))
-    _, records = SequentialEngine().run(engine, task, {0: message}, 0)
+    _, records = run_task(engine, task, {0: message}, 0)
     engine.commit(records)
     kept = records[0].weights.clone()
     for round in range(1, 4):  # others train meanwhile
-        engine.commit(SequentialEngine().run(engine, task, {1: message, 2: message}, round)[1])
+        engine.commit(run_task(engine, task, {1: message, 2: message}, round)[1])
     now = working_client(engine, 0, 4).weights
     for part, before in zip(now, kept, strict=True):
         assert all(torch.equal(part[name], before[name]) for name in before)

@@ -28,10 +28,10 @@ from perfed.core.message import Message
 from perfed.core.streams import stream_key, uniform_indices
 from perfed.core.tree import Weights, combine
 from perfed.data import build_federation
-from perfed.engines import SequentialEngine
 from perfed.engines.base import ClientRecord
 from perfed.runs.model_file import JudgedModule, module_of
 from tests.conftest import played, simulate, tiny
+from tests.engines.clients import run_task
 
 CLASSES = 4
 CAUTION = 3.0
@@ -257,9 +257,7 @@ def test_one_step_is_the_gradient_of_the_objective() -> None:
     evidence = torch.randn(30, 10, generator=torch.Generator().manual_seed(0))
     message = Message(evidence=evidence, gains=gains_of((0, 0), 0.0))
     population = simulation.population
-    _, records = SequentialEngine().run(
-        population, simulation.algorithm.client_round, {client: message}, round
-    )
+    _, records = run_task(population, simulation.algorithm.client_round, {client: message}, round)
 
     before = population.initial_weights("mlp(hidden=)").params
     w, b = before["1.weight"].numpy(), before["1.bias"].numpy()
@@ -349,9 +347,7 @@ def test_a_client_sends_its_witness_and_what_its_student_is_worth() -> None:
     message = Message(evidence=evidence, gains=everybodys)
     population, samples = simulation.population, simulation.federation.samples
     clients = dict.fromkeys(range(6), message)
-    replies, records = SequentialEngine().run(
-        population, simulation.algorithm.client_round, clients, 0
-    )
+    replies, records = run_task(population, simulation.algorithm.client_round, clients, 0)
 
     def logits(weights: Weights, x: np.ndarray) -> np.ndarray:
         flat = x.reshape(len(x), 64)
@@ -394,9 +390,7 @@ def test_a_student_goes_on_where_it_was() -> None:
     forgetful = combine([record.state["student"]], lambda tensors: torch.zeros_like(tensors[0]))
     population.commit({client: ClientRecord(record.weights, record.state | {"student": forgetful})})
     message = Message(evidence=torch.zeros(30, 10), gains=gains_of((0, 0), 0.0))
-    _, records = SequentialEngine().run(
-        population, simulation.algorithm.client_round, {client: message}, 1
-    )
+    _, records = run_task(population, simulation.algorithm.client_round, {client: message}, 1)
 
     def largest(weights: Weights) -> float:
         return max(float(tensor.abs().max()) for tensor in weights.params.values())

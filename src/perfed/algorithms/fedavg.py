@@ -35,7 +35,7 @@ class FedAvg(Algorithm):
         return Messages(up={**model, "samples": SAMPLES}, down=model, evaluation=model)
 
     def start(self, server: Server) -> Tree:
-        return {architecture: server.initial(architecture, 0) for architecture in server.population}
+        return {label: server.initial(label, 0) for label in server.architectures}
 
     def broadcast(self, server: Server, state: Tree, client: ClientInfo) -> Message:
         return Message(model=state[client.architecture])

@@ -50,7 +50,7 @@ class HypCluster(Algorithm):
                 str(cluster): server.initial(architecture, cluster)
                 for cluster in range(self.clusters)
             }
-            for architecture in server.population
+            for architecture in server.architectures
         }
 
     def broadcast(self, server: Server, state: Tree, client: ClientInfo) -> Message:

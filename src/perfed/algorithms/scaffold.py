@@ -90,7 +90,8 @@ class Scaffold(FedAvg):
             }
             changes = [message["control_change"] for message in messages]
             control = {
-                name: c + sum(change[name] for change in changes) / server.population[architecture]
+                name: c
+                + sum(change[name] for change in changes) / server.architectures[architecture]
                 for name, c in state[architecture]["control"].items()
             }
             state[architecture] = {"model": mean._replace(params=params), "control": control}

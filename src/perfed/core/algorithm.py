@@ -198,7 +198,7 @@ class Server:
 
     seed: int
     round: int
-    population: Mapping[str, int]
+    architectures: Mapping[str, int]
     """How many clients there are of each architecture."""
     initial: Callable[[str, int], Weights]
     """The initial weights number 0, 1, … of an architecture; 0 is the one clients start from."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from perfed.core.message import Message
 from perfed.core.tree import find_not_finite
 from perfed.engines.base import Call, ClientRecord, Job, Outcome
-from perfed.engines.population import Population, Task, changed_records
+from perfed.engines.population import Population, changed_records
 from perfed.engines.precision import FLOAT32, Precision
 
 
@@ -28,18 +28,6 @@ class LocalEngine:
     def perform_jobs(self, jobs: Sequence[Job]) -> list[Any]:
         """What each job's work returned."""
         raise NotImplementedError
-
-    def run(
-        self, population: Population, task: Task, messages: Mapping[int, Message], round: int
-    ) -> tuple[dict[int, Message], dict[int, ClientRecord]]:
-        """Each client's reply to its message in any task, and what those that changed then hold.
-
-        The records are not stored yet: :meth:`Population.commit` does that.
-        """
-        jobs = population.jobs_of(task, messages, round)
-        returned = zip(jobs, self.perform_jobs(jobs), strict=True)
-        replies = {job.client.id: reply for job, reply in returned if reply is not None}
-        return replies, changed_records(jobs)
 
     def perform(self, calls: Sequence[Call]) -> list[Any]:
         """The jobs of all calls as one, and what each call gives."""

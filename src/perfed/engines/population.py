@@ -12,7 +12,7 @@ from torch import Tensor
 
 from perfed.config import Training
 from perfed.core.admission import check
-from perfed.core.algorithm import Algorithm, Client, Judged
+from perfed.core.algorithm import Algorithm, Judged
 from perfed.core.declaration import Known
 from perfed.core.errors import ConfigError, did_you_mean, shape_text
 from perfed.core.message import Message
@@ -32,8 +32,6 @@ from perfed.models import (
     find_head,
     initial_weights,
 )
-
-Task = Callable[[Client, Message], Message | None]
 
 
 class Population:
@@ -169,18 +167,9 @@ class Population:
     def jobs(self, call: Call) -> list[Job]:
         """One job for each message."""
         task, purpose = self._tasks[call.method]
-        return self.jobs_of(task, call.messages, call.round, purpose)
-
-    def jobs_of(
-        self,
-        task: Callable[[Any, Message], Any],
-        messages: Mapping[int, Message],
-        round: int,
-        purpose: str = "module",
-    ) -> list[Job]:
         jobs = []
-        for number, message in messages.items():
-            client = self.client(number, round, judged=purpose != "module")
+        for number, message in call.messages.items():
+            client = self.client(number, call.round, judged=purpose != "module")
             jobs.append(Job(client, partial(task, client, message), purpose))
         return jobs
 

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from perfed.config import Training
 from perfed.core import tensorfile
-from perfed.core.algorithm import Algorithm, algorithms, reference_algorithm
+from perfed.core.algorithm import Algorithm, Client, algorithms, reference_algorithm
 from perfed.core.errors import ConfigError, Diverged, PerfedError, RunError, shape_text
 from perfed.core.message import Message
 from perfed.core.metrics import known_metric
@@ -131,6 +131,13 @@ class Checkpoint:
         records = {name: ClientRecord.from_tree(held) for name, held in tree.items()}
         own, alone = records.get("own"), records.get("alone")
         return cls(round, own, alone, Message.from_arrays(answer), facts)
+
+
+class _Speaks(Algorithm):
+    """What a client says about the public set, before any training."""
+
+    def client_round(self, client: Client, message: Message) -> Message:
+        return Message(soft_decisions=client.soft_decisions())
 
 
 class Site:
@@ -351,12 +358,11 @@ class Site:
             self._lock_file()
             population = self._population(plan, reference_algorithm(), None)
             client = options.client
-            said = SequentialEngine().run(
-                population,
-                lambda one, message: Message(soft_decisions=one.soft_decisions()),
-                {client: Message()},
-                0,
-            )[0][client]
+            speaking = self._population(plan, _Speaks(), None)
+            (outcomes,) = speaking.engine.perform(
+                [speaking.call("client_round", {client: Message()}, 0)]
+            )
+            said = outcomes[client].reply
             if not said["soft_decisions"].isfinite().all():
                 raise ConfigError("gives values on the public set that are not finite", "model")
             check_finite(

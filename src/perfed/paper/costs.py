@@ -125,7 +125,7 @@ def _server(weights: Weights) -> Server:
     return Server(
         seed=0,
         round=0,
-        population={ARCHITECTURE: CLIENTS},
+        architectures={ARCHITECTURE: CLIENTS},
         initial=lambda architecture, number: weights if number == 0 else weights.clone(),
         modules={},
         public_x=torch.empty(0),

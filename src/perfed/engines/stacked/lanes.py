@@ -29,7 +29,7 @@ from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 
 
 @dataclass(frozen=True)
-class Stack:
+class Lanes:
     """The tensors of all clients, clients first."""
 
     tensors: list[Tensor]
@@ -45,7 +45,7 @@ class Stack:
         return wrapped
 
 
-def physical(tensors: Sequence[Tensor]) -> Stack | None:
+def physical(tensors: Sequence[Tensor]) -> Lanes | None:
     """What is behind ``tensors``; None where they are not plainly mapped."""
     level, size = -1, 0
     for tensor in tensors:
@@ -63,4 +63,4 @@ def physical(tensors: Sequence[Tensor]) -> Stack | None:
             continue
         dim, tensor = maybe_get_bdim(tensor), get_unwrapped(tensor)
         behind.append(tensor.movedim(dim, 0) if dim else tensor)
-    return Stack(behind, level)
+    return Lanes(behind, level)
