@@ -51,7 +51,7 @@ def known(**changes: Any) -> Known:
         "sizes": {"P": 6, "N": 3},
         "samples": 12,
         "model": lambda network: SHARED if network else OWN,
-        "head": lambda network: frozenset({"head.weight"}),
+        "head": lambda network: "head",
     }
     return Known(**facts | changes)
 
@@ -112,9 +112,10 @@ def test_models_are_of_the_clients_architecture_or_of_a_named_network() -> None:
     assert fault({"model": Model("small")}, Message(model=SHARED)) == ""
     params = OWN.params
     assert fault({"c": PerParameter()}, Message(c=params)) == ""
-    head = {"head.weight": params["head.weight"]}
-    assert fault({"c": PerParameter("head")}, Message(c=head)) == ""
-    assert fault({"c": PerParameter("base")}, Message(c=head)) != ""
+    head, base = {"weight": params["head.weight"]}, {"body.weight": params["body.weight"]}
+    for part, right, wrong in (("head", head, base), ("base", base, head)):
+        assert fault({"c": PerParameter(part)}, Message(c=right)) == ""  # type: ignore[arg-type]
+        assert fault({"c": PerParameter(part)}, Message(c=wrong)) != ""  # type: ignore[arg-type]
     assert networks({**model, "c": Numbered(PerParameter("all", "small"), 2)}) == {"", "small"}
 
 

@@ -138,7 +138,7 @@ class Undeclared(Algorithm):
 
 
 def test_undeclared_messages_must_be_finite_and_no_more() -> None:
-    assert not played(2, algorithm=Undeclared())._refused
+    assert not played(2, algorithm=Undeclared()).refused
     with pytest.raises(Diverged):  # nobody is hostile here: this is training gone wrong
         played(1, algorithm=Undeclared(bad=True))
 
