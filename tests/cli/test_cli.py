@@ -179,6 +179,8 @@ def test_list_names_everything_with_a_meaning(
             "models",
             "datasets",
             "partitions",
+            "optimizers",
+            "schedules",
             "metrics",
             "presets",
         )

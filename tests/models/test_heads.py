@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from perfed.core.algorithm import Algorithm, Client, Server, weighted_average
-from perfed.core.channel import Channel
 from perfed.core.errors import ConfigError
 from perfed.core.message import Message
 from perfed.core.tree import Weights
@@ -205,4 +204,4 @@ def test_a_networks_name_is_its_own() -> None:
             return Message()
 
     with pytest.raises(ConfigError, match="has no network 'orcale'; did you mean 'oracle'"):
-        Simulation(tiny(algorithm=Unknown), how=SEQUENTIAL).play_round(0, Channel())
+        play(Simulation(tiny(algorithm=Unknown), how=SEQUENTIAL), 1)

@@ -357,6 +357,8 @@ class EngineClient:
         """Those of the same training of the client's last round, where they are kept."""
         kept = self.kept.get(slot, {}) if self._keeps_optimizer else {}
         optimizer = self.population.training.optimizer
+        if optimizer.is_plain():
+            return {name: {} for name in models}
         return {
             name: kept.get(name) or optimizer.init(self._trained(name, weights))
             for name, weights in models.items()

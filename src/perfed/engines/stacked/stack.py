@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from perfed.core.algorithm import Network, Private, Public, trainable
 from perfed.core.augmentation import CODES, augmented
@@ -482,16 +482,28 @@ def stack_weights(models: Sequence[Weights]) -> Weights:
 def stack_moving(stack: Sequence[Sgd]) -> Moving:
     """What the requests of a stack begin with."""
     models = {name: stack_weights([r.models[name] for r in stack]) for name in stack[0].models}
-    flat = [tree_flatten(dict(request.states)) for request in stack]
-    columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    states = tree_unflatten([torch.stack(column) for column in columns], flat[0][1])
-    return Moving(models, states)
+    return Moving(models, stack_trees([dict(request.states) for request in stack]))
+
+
+def stack_trees(trees: Sequence[Any]) -> Any:
+    if isinstance(trees[0], Tensor):
+        return torch.stack([tensor.detach() for tensor in trees])
+    return {name: stack_trees([tree[name] for tree in trees]) for name in trees[0]}
 
 
 def unstack(moving: Moving, lane: int) -> Trained:
     """One client's own tensors: copies, for a view would keep the whole stack in memory."""
-    models, states = tree_map(lambda t: t[lane].detach().clone(), tuple(moving))
-    return Trained(models, states)
+    models = {
+        name: Weights(*(_of_lane(part, lane) for part in weights))
+        for name, weights in moving.models.items()
+    }
+    return Trained(models, _of_lane(moving.states, lane))
+
+
+def _of_lane(tree: Any, lane: int) -> Any:
+    if isinstance(tree, Tensor):
+        return tree[lane].detach().clone()
+    return {name: _of_lane(inside, lane) for name, inside in tree.items()}
 
 
 def draw(stack: Sequence[Sgd], starts: Mapping[int, tuple[int, int]]) -> Draws:
