@@ -1,9 +1,9 @@
-"""Did a change make the engines slower? ``perfed bench`` of two source trees, alternating in one run.
+"""Did a change make the engines slower? ``perfed bench`` of two source trees, in turns.
 
     python benchmarks/before_after.py OLD/src NEW/src [cpu|cuda] [repeats]
 
-A machine's speed drifts, so the two take turns, each in a process of its own, and what counts is the
-ratio of neighbours. Writes ``benchmarks/results/before_after_<device>.json``.
+A machine's speed drifts, so the two take turns, each in a process of its own, and what counts is
+the ratio of neighbours. Writes ``benchmarks/results/before_after_<device>.json``.
 """
 
 from __future__ import annotations
