@@ -13,7 +13,6 @@ from typing import Any, Literal, get_type_hints
 
 from perfed.core.algorithm import Algorithm
 from perfed.core.errors import ConfigError, did_you_mean
-from perfed.core.metrics import known_metric
 from perfed.core.optimizer import Optimizer
 from perfed.core.schedule import Schedule
 from perfed.core.schema import Options, from_mapping, option, to_mapping
@@ -30,7 +29,7 @@ class Training(Options):
 
     learning_rate: float = option(0.05, "η: the step size", gt=0)
     schedule: Schedule = option("constant", "how η changes from round to round")
-    optimizer: Optimizer = option("sgd", "what makes a step of a gradient")
+    optimizer: Optimizer = option("sgd", "how a gradient becomes a training step")
     optimizer_state: Literal["new", "kept"] = option(
         "new", "momentum and the like begin anew in each round, or stay with the client"
     )
@@ -41,7 +40,9 @@ class Training(Options):
         "drawn without replacement; 0: count steps",
         ge=0,
     )
-    batch_size: int = option(32, "b: private samples per step, drawn with replacement", ge=1)
+    batch_size: int = option(
+        32, "b: private samples per step, drawn with replacement (without, if epochs is set)", ge=1
+    )
     public_batch_size: int = option(64, "b': public samples per step, drawn with replacement", ge=1)
     augment: tuple[Literal["flip", "crop"], ...] = option(
         (), "random changes of private images: mirrored, or moved by up to four pixels"
@@ -66,7 +67,7 @@ class Training(Options):
 
     def learning_rate_at(self, round: int, rounds: int) -> float:
         """η in a round of a run of so many."""
-        return self.schedule.rate(self.learning_rate, round, rounds)
+        return self.schedule.rate(self.learning_rate, max(round, 0), rounds)  # −1: the opening
 
     def steps_of(self, samples: int) -> int:
         """How many steps a client with so many training samples makes in a round."""
@@ -118,11 +119,6 @@ class Experiment(Options):
     )
 
     def validate(self) -> None:
-        for number, path in enumerate(self.metrics):
-            try:
-                known_metric(path)
-            except ConfigError as error:
-                raise ConfigError(error.message, f"metrics[{number}]") from None
         if not re.fullmatch(r"[\w.+=-]{1,100}", self.name) or self.name.startswith("."):
             raise ConfigError(
                 f"{self.name!r} cannot name a folder: use letters, digits, - and _", "name"

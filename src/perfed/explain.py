@@ -209,9 +209,21 @@ def _names(registry: Registry[Any]) -> list[str]:
     return [f"  {name:<{width}}  {about(registry[name])}" for name in sorted(registry)]
 
 
+NAMED = (
+    "algorithm",
+    "data",
+    "partition",
+    "models.architectures",
+    "training.optimizer",
+    "training.schedule",
+    "wire",
+)
+"""Keys whose values go by a name."""
+
+
 def _named(key: str) -> Iterator[tuple[type[Component], str]]:
     """Components that go by a name, or by ``algorithm.NAME``."""
-    for prefix in ("algorithm", "data", "partition", "models.architectures", "wire"):
+    for prefix in NAMED:
         registry = _group(prefix)
         assert registry is not None
         name = key.removeprefix(f"{prefix}.")

@@ -1,5 +1,6 @@
 """Limit cases, exact: each method with its own idea switched off is the method it came from."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,7 @@ def test_scaffolds_control_variates_stay_the_mean_of_the_clients() -> None:
     """c = 1/N Σ c_i over all N clients of an architecture, after any rounds (paper, eq. 5)."""
     simulation = after(5, "scaffold")
     engine = simulation.population
-    for architecture, count in simulation._population.items():
+    for architecture, count in Counter(simulation.population.architectures).items():
         control = simulation.progress.state[architecture]["control"]
         drawn = [
             engine.records[k].state["control"]

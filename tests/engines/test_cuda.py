@@ -94,8 +94,9 @@ def test_in_bf16_with_its_own_kernels_it_stays_finite(name: str) -> None:
     )
     channel = Channel()
     simulation.begin(channel)
-    simulation.play_round(0, channel)
-    assert any(simulation.progress.trained)
+    simulation.play_round(0, channel)  # ends with an error where a number is not finite
+    kept = simulation.records.values()
+    assert all(t.isfinite().all() for record in kept for t in record.weights.params.values())
 
 
 @functools.cache

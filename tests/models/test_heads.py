@@ -14,6 +14,7 @@ from perfed.core.algorithm import Algorithm, Client, Server, weighted_average
 from perfed.core.errors import ConfigError
 from perfed.core.message import Message
 from perfed.core.tree import Weights
+from perfed.engines.stacked import StackedEngine
 from perfed.models import architectures, build_module, find_head
 from perfed.runs.simulation import Simulation
 from tests.conftest import SEQUENTIAL, STACKED, tiny
@@ -50,6 +51,19 @@ class Convolutional(nn.Module):
         return logits
 
 
+class Normalised(nn.Module):
+    """Its tail has running statistics, and is called by keyword."""
+
+    def __init__(self, shape: Any, classes: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 20)
+        self.tail = nn.Sequential(nn.BatchNorm1d(20), nn.Linear(20, classes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.tail(input=self.first(input=x.flatten(1)))
+        return logits
+
+
 class Scaled(nn.Module):
     def __init__(self, shape: Any, classes: int) -> None:
         super().__init__()
@@ -81,12 +95,14 @@ def test_built_in_networks_end_in_their_head() -> None:
 
 def test_a_head_is_the_last_linear_or_the_one_that_is_named() -> None:
     assert found(own("Residual", "classifier")) == ("classifier", 20)
+    assert found(own("Normalised")) == ("tail.1", 20)
     for name, head, fault in [
-        ("Residual", "", "does more after its layer 'second': name the layer"),
+        ("Residual", "", "changes the output of its layer 'second' before"),
         ("Residual", "clasifier", "no layer 'clasifier'; did you mean 'classifier'"),
         ("Convolutional", "", "has no Linear layer that could be its head: name its last"),
         ("Convolutional", "last", "features must be a row of numbers"),
-        ("Scaled", "", "does more after its layer 'fc'"),
+        ("Normalised", "tail", "keeps running statistics in its last layer 'tail'"),
+        ("Scaled", "", "changes the output of its layer 'fc'"),
     ]:
         with pytest.raises(ConfigError, match=fault):
             found(own(name, head))
@@ -127,6 +143,7 @@ def test_features_and_heads_are_the_same_on_both_engines(models: list[Any]) -> N
     features = client.features(on="validation")
     made = torch.func.functional_call(head, client.head_of(client.weights), (features,))
     assert torch.allclose(made, client.logits(on="validation"), atol=1e-12)
+    assert torch.equal(made, client.head(features))
 
 
 def test_who_does_not_declare_that_it_looks_at_features_is_told() -> None:
@@ -136,6 +153,45 @@ def test_who_does_not_declare_that_it_looks_at_features_is_told() -> None:
     for how in (SEQUENTIAL, STACKED):
         with pytest.raises(ConfigError, match="must say so: needs_features = True"):
             play(Simulation(tiny(algorithm=Silent), how=how), 1)
+
+
+class Twofold(Algorithm):
+    """Each client keeps a second network of its own."""
+
+    def networks(self) -> dict[str, Any]:
+        return {"small": {"name": "mlp", "hidden": [5]}}
+
+    def start(self, server: Server) -> dict[str, Any]:
+        return {"small": server.initial("small", 0)}
+
+    def broadcast(self, server: Server, state: Any, client: Any) -> Message:
+        return Message(first=state["small"])
+
+    def client_round(self, client: Client, message: Message) -> Message:
+        small = client.state.get("small", message["first"])
+        client.state = {"small": client.sgd({"small": small}, self.objective)["small"]}
+        said = client.logits(client.state["small"], on="validation", network="small")
+        return Message(sum=said.abs().sum())
+
+    def objective(self, models: Any, private: Any, public: Any) -> Tensor:
+        return cross_entropy(models["small"](private.x), private.y)
+
+
+@pytest.mark.usefixtures("float64")
+def test_a_second_network_of_ones_own_is_the_same_on_every_engine() -> None:
+    """Clients of several architectures train it side by side, in other numbers in every round."""
+    models = {"architectures": ["mlp", "cnn"], "assign": "list", "per_client": [0, 0, 0, 0, 0, 1]}
+    experiment = tiny(algorithm=Twofold, models=models)
+    reference = play(Simulation(experiment, how=SEQUENTIAL), 5)
+    assert_same(play(Simulation(experiment, how=STACKED), 5), reference, 1e-9)
+    recorded = Simulation(experiment, how=STACKED, engine=StackedEngine(record=True))
+    assert_same(play(recorded, 5), reference, 1e-9)
+
+
+def test_a_second_networks_weights_must_be_given() -> None:
+    simulation = Simulation(tiny(algorithm=Twofold), how=SEQUENTIAL)
+    with pytest.raises(ConfigError, match="the weights of 'small' must be given"):
+        working_client(simulation.population, 0, 0).logits(network="small")
 
 
 def test_test_samples_have_no_features_for_an_algorithm() -> None:

@@ -51,6 +51,6 @@ class EightBit(Stage):
             if kind == "exact":
                 arrays[original] = values
             elif kind == "levels":
-                low, step = message.arrays[f"scale/{original}"]
+                low, step = message.arrays[f"scale/{original}"].view(2)  # no more: it would spread
                 arrays[original] = low + values.to(step.dtype) * step
         return Message.from_arrays(arrays), state

@@ -42,6 +42,8 @@ class PerFedAvg(FedAvg):
     difference: float = option(1e-3, "δ: displacement for the Hessian-free product", gt=0)
     adaptation_steps: int = option(1, "steps from the global to a client's own model", ge=0)
 
+    needs_plain_sgd = True  # what is trained is good after a plain step, and adapted by one
+
     def client_round(self, client: Client, message: Message) -> Message:
         trained = client.sgd(message["model"], self.objective, batches=3)
         return Message(model=trained, samples=client.samples)

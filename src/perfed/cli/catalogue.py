@@ -72,7 +72,7 @@ def _own(paths: Iterable[str]) -> Iterable[tuple[str, type[Component]]]:
             raise ConfigError(error.message, "--with") from None
         components = {name: cls for name, cls in found.items() if _is_component(cls)}
         if not components:
-            what = "algorithm, dataset, partition, architecture or stage"
+            what = "algorithm, dataset, partition, architecture, optimizer, schedule or stage"
             raise ConfigError(f"'{path}' defines no {what}", "--with")
         yield from components.items()
 

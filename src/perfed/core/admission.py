@@ -80,6 +80,13 @@ def _fitting(
     leaves: dict[str, Leaf] = {}
     for name, entry in declared.items():
         leaves |= entry.leaves(escaped(name), message, known)
+    maybe = {
+        name: bool(escaped(name) in _tops(message))
+        for name, e in declared.items()
+        if isinstance(e, Maybe)
+    }
+    if len(set(maybe.values())) > 1:
+        raise Refused(f"{next(n for n, there in maybe.items() if not there)}: is missing")
     for path in message.arrays.keys() - leaves.keys():
         raise Refused(f"an unknown array {path[:60]!a}, must be {_listed(declared)}")
     sizes = dict(known.sizes)
@@ -92,6 +99,11 @@ def _fitting(
         for path, leaf in leaves.items()
         if leaf.range is not REALS and leaf.range is not FREE  # of which all is known then
     ]
+
+
+def _tops(message: Message) -> set[str]:
+    """The first levels of its arrays' names."""
+    return {path.partition("/")[0] for path in message.arrays}
 
 
 def _check_array(

@@ -55,6 +55,7 @@ __all__ = [
     "Reply",
     "Server",
     "algorithms",
+    "free_parameters",
     "supervised",
     "trainable",
     "weighted_average",
@@ -111,6 +112,9 @@ class Client(Protocol):
     ) -> Tensor:
         """What goes into the network's last layer, in evaluation mode; a row for each sample."""
 
+    def head(self, features: Tensor, weights: Weights | None = None) -> Tensor:
+        """The logits that the last layer makes of features, in evaluation mode."""
+
     def class_sums(self, rows: Tensor, on: str = "train") -> tuple[Tensor, Tensor]:
         """The sum of ``rows``, one for each sample of ``train`` or ``validation``, by class; and
         how many samples each class has."""
@@ -158,6 +162,9 @@ class Client(Protocol):
 
         Several networks are trained as one: ``{"own": …, "small": …}``, by the names that
         :meth:`Algorithm.networks` gives. The objective then gets a mapping of networks.
+
+        With ``training.optimizer_state: kept`` the n-th call of a round goes on with the state of
+        the n-th call of the client's last round, so a method should make the same calls in each.
 
         With ``sample_clip`` the objective gets one private sample at a time; each sample's
         gradient is scaled down to at most this norm, and their mean is the step's gradient.
@@ -329,7 +336,12 @@ def _average(trees: Sequence[Any], shares: Sequence[float]) -> Any:
     return (total.round() if whole else total).to(first.dtype)
 
 
+def free_parameters(module: nn.Module) -> set[str]:
+    """The names of the parameters that training moves."""
+    return {name for name, param in module.named_parameters() if param.requires_grad}
+
+
 def trainable(module: nn.Module, weights: Weights) -> dict[str, Tensor]:
     """The parameters in ``weights`` that ``module`` does not freeze, ready for a gradient."""
-    free = {name for name, param in module.named_parameters() if param.requires_grad}
+    free = free_parameters(module)
     return {name: p.requires_grad_() for name, p in weights.params.items() if name in free}

@@ -28,8 +28,8 @@ from perfed.core.tree import Weights, flatten
 
 TOLERANCE = 2**-7
 """How far from 1 the sum of a row of probabilities may be. In bf16 a number has 8 bits, so each
-probability is off by at most 2⁻⁸ of itself, and so is their sum; as much again is for a sum that
-was itself rounded before it divided them. In float32 all of this is below 1e-4."""
+probability is off by at most 2⁻⁸ of itself, and so is their sum; as much again is for a
+normalising sum that was itself rounded. In float32 all of this is below 1e-4."""
 
 LARGEST = torch.finfo(torch.float32).max / 1e6
 """No number may be larger, in either direction: so the sum over a million clients is a number."""
@@ -146,7 +146,6 @@ class Counts(Reals):
     """How often something was: whole or not, never negative."""
 
     low: float = 0.0
-    dtype = None
 
     def words(self) -> str:
         return "counts"
@@ -192,6 +191,7 @@ class Free(Range):
 
 
 PROBABILITIES, COUNTS, REALS, FREE = Probabilities(), Counts(), Reals(), Free()
+VARIANCES = Reals(low=0.0)
 
 
 # Shapes.
@@ -318,7 +318,8 @@ class Numbered(Entry):
 
 @dataclass(frozen=True)
 class Maybe(Entry):
-    """What a message may lack: before the first merge a server may have nothing to send."""
+    """What a message may lack: before the first merge a server may have nothing to send. All that
+    may be missing is missing together."""
 
     entry: Entry
 
@@ -380,9 +381,16 @@ def _way_lines(way: str, entries: Entries | None) -> Iterator[str]:
 
 def _as_they_are(tensors: Mapping[str, Tensor], path: str) -> dict[str, Leaf]:
     return {
-        path + name: Leaf(tuple(t.shape), t.dtype, REALS if t.is_floating_point() else FREE)
+        path + name: Leaf(tuple(t.shape), t.dtype, _range_of(name, t))
         for name, t in tensors.items()
     }
+
+
+def _range_of(name: str, tensor: Tensor) -> Range:
+    """Of a model's tensor; a variance is not negative."""
+    if not tensor.is_floating_point():
+        return FREE
+    return VARIANCES if name.endswith("running_var") else REALS
 
 
 def numbered_below(path: str, message: Message) -> int:

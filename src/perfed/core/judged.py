@@ -137,7 +137,7 @@ class NearestPrototype:
 
     def logits(self, outputs: Outputs) -> Tensor:
         features = outputs(self.weights, "features")
-        logits = -(features[:, None] - self.prototypes).square().sum(2)
+        logits = -torch.cdist(features, self.prototypes).square()
         lowest = logits.min(1, keepdim=True).values - self.BELOW
         return torch.where(self.counts > 0, logits, lowest)
 

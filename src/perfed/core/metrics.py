@@ -18,7 +18,7 @@ take the samples of all clients at once (``together=True``, see :class:`Samples`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -218,6 +218,15 @@ def known_metric(path: str) -> Metric:
         if one.measure is found:
             return one
     raise ConfigError(f"'{path}' is not a metric: write @metric(…) above it")
+
+
+def load_metrics(paths: Iterable[str]) -> None:
+    """Know the metrics that an experiment names."""
+    for number, path in enumerate(paths):
+        try:
+            known_metric(path)
+        except ConfigError as error:
+            raise ConfigError(error.message, f"metrics[{number}]") from None
 
 
 def own_metrics() -> list[tuple[str, tuple[str, str]]]:

@@ -27,10 +27,11 @@ def outputs(
         return logits.to(x.dtype)
     caught: list[Tensor] = []
 
-    def catch(layer: nn.Module, given: tuple[Any, ...]) -> None:
-        caught.append(given[0])
+    def catch(layer: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        caught.extend([*given, *named.values()][:1])
 
-    handle = module.get_submodule(declared(head)).register_forward_pre_hook(catch)
+    layer = module.get_submodule(declared(head))
+    handle = layer.register_forward_pre_hook(catch, with_kwargs=True)
     try:
         functional_call(module, tensors, (x,))
     finally:
@@ -112,7 +113,7 @@ class Network:
         return self._outputs(x, self._public_statistics(), "features")
 
     def observe(self, x: Tensor) -> None:
-        """Let public samples pass, for BatchNorm's statistics of them where these are kept."""
+        """Move BatchNorm's statistics of public samples, where there are any."""
         if self._weights.public_buffers:
             self.public(x)
 

@@ -37,7 +37,9 @@ class Optimizer(Component):
     """Base class of all optimizers. See the module's docstring for the contract."""
 
     clip: float = option(
-        0.0, "a step's gradient is scaled down to at most this norm; 0: no limit", ge=0
+        0.0,
+        "a network's gradient is scaled down to at most this norm; 0: no limit",
+        ge=0,
     )
 
     registry: ClassVar[Registry[Optimizer]]

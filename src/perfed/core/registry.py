@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Generic, TypeVar
 
 from perfed.core.errors import ConfigError, did_you_mean
 from perfed.core.objects import import_object, import_path, tell_whereabouts, whereabouts
-from perfed.core.schema import Options, from_mapping, plain
+from perfed.core.schema import Options, coerce, from_mapping, plain
 
 
 class Component(Options):
@@ -41,11 +42,12 @@ class Component(Options):
     def label(self) -> str:
         """The name, the options that have a symbol, and those that are not the default."""
         symbols, others = [], []
+        hints = typing.get_type_hints(type(self))
         for field in dataclasses.fields(self):
             value = plain(getattr(self, field.name))
             if "symbol" in field.metadata:
                 symbols.append(f"{field.metadata['symbol']}={number_text(value)}")
-            elif value != plain(field.default):
+            elif value != plain(coerce(hints[field.name], field.default)):
                 text = "-".join(map(str, value)) if isinstance(value, list) else value
                 others.append(f"{field.name}={text}")
         if symbols:

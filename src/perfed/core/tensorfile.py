@@ -91,8 +91,8 @@ class Limits(NamedTuple):
 
 FILE = Limits(header=100 * 2**20, entries=2**20, dimensions=64)
 """Of a file: a server may remember many clients. The format itself allows 100 MB of header."""
-MESSAGE = Limits(header=2**22, entries=2**14, dimensions=16)
-"""Of what comes over a network: a few models, of some hundred tensors each."""
+MESSAGE = Limits(header=2**24, entries=2**16, dimensions=16)
+"""Of what comes over a network: some models, of up to a thousand tensors each."""
 
 
 def decode(data: bytes, limits: Limits = FILE) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -36,9 +36,12 @@ What a stage may rely on, and what it must do:
 * What ``receive`` gives must again be what the algorithm has declared: names, shapes and types.
   Where the numbers are not those that were sent (noise, rounding), ``exact`` is False, and the link
   then brings them back to the nearest ones in their declared range. So ``merge`` gets probabilities
-  where probabilities are declared, also from noisy ones; but then a row that sums to 1,000 cannot
-  be told from noise, and counts as the honest row nearest to it.
-* ``receive`` may raise :class:`~perfed.core.errors.Refused`; any other error in it counts as that.
+  where probabilities are declared, also from noisy ones. Admission then cannot refuse a row that
+  sums to 1,000: it becomes the nearest probabilities, and is used.
+* ``receive`` gets what somebody else has made. It checks every shape before it computes with it: a
+  small message must not become a large one. It may raise
+  :class:`~perfed.core.errors.Refused`; any other error in it counts as that. A refusal is final for
+  a stage whose two ends must agree, unless the stage itself begins anew.
 
 The server's half ends with admission: :func:`perfed.core.admission.refusals`.
 """

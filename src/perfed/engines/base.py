@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, one_hot
 
-from perfed.core.algorithm import Judged, Objective, Private, Public
+from perfed.core.algorithm import Judged, Objective, Private, Public, free_parameters
 from perfed.core.augmentation import CODES, augmented
 from perfed.core.errors import ConfigError
 from perfed.core.judged import What
 from perfed.core.message import Message
-from perfed.core.network import head_tensors
+from perfed.core.network import head_outputs, head_tensors
 from perfed.core.streams import shuffled_indices, stream_key, torch_stream, uniform_indices
 from perfed.core.tree import OWN, Tree, Weights
 from perfed.engines.precision import Precision
@@ -269,10 +269,9 @@ class EngineClient:
         return self._outputs("features", weights, on, network)
 
     def class_sums(self, rows: Tensor, on: str = "train") -> tuple[Tensor, Tensor]:
-        labels = self.population.y[self._learnt_from(on)]
-        sums = rows.new_zeros(self.population.classes, *rows.shape[1:])
-        counts = torch.bincount(labels, minlength=self.population.classes)
-        return sums.index_add(0, labels, rows), counts
+        # As a matrix product: a GPU would add to indices in any order.
+        member = one_hot(self.population.y[self._learnt_from(on)], self.population.classes)
+        return member.T.to(rows) @ rows, member.sum(0)
 
     def label_counts(self) -> Tensor:
         labels = self.population.y[self.population.positions(self.id, "train")]
@@ -292,6 +291,8 @@ class EngineClient:
         return model.logits(_Outputs(self, where, len(where)))
 
     def _outputs(self, what: What, weights: Weights | None, on: str, network: str) -> Tensor:
+        if weights is None and network != OWN:
+            raise ConfigError(f"the weights of '{network}' must be given", "algorithm")
         where = None if on == "public" else self._learnt_from(on)
         rows: Tensor = self.ask(Forward(self, weights or self.weights, where, what, network))
         return rows
@@ -306,6 +307,12 @@ class EngineClient:
         return self.population.positions(self.id, part)
 
     # The last layer.
+
+    def head(self, features: Tensor, weights: Weights | None = None) -> Tensor:
+        label, params = self.architecture, (weights or self.weights).params
+        module = self.population.modules[label].eval()
+        with torch.no_grad():
+            return head_outputs(module, self.population.head(label), params, features)
 
     def head_of(self, weights: Weights) -> dict[str, Tensor]:
         return head_tensors(self.population.head(self.architecture), weights.params)
@@ -334,11 +341,11 @@ class EngineClient:
         rate = self.learning_rate if rate is None else rate
         if stream is None:
             stream, self._streams_used = self._streams_used, self._streams_used + 1
+        slot, self._trainings = f"training-{self._trainings}", self._trainings + 1
         if not steps:
             return weights
         single = isinstance(weights, Weights)
         models = {OWN: weights} if single else dict(weights)
-        slot, self._trainings = f"training-{self._trainings}", self._trainings + 1
         states = self._optimizer_states(slot, models)
         request = Sgd(
             self, models, states, single, objective, inputs, steps, rate, batches, stream,
@@ -366,9 +373,8 @@ class EngineClient:
 
     def _trained(self, network: str, weights: Weights) -> dict[str, Tensor]:
         """The parameters that training moves."""
-        module = self.population.modules[self.label(network)]
-        frozen = {name for name, param in module.named_parameters() if not param.requires_grad}
-        return {name: t for name, t in weights.params.items() if name not in frozen}
+        free = free_parameters(self.population.modules[self.label(network)])
+        return {name: t for name, t in weights.params.items() if name in free}
 
 
 @dataclass(frozen=True)

@@ -121,4 +121,4 @@ def fitting_threads(population: Population) -> int:
 
 
 def largest_model(population: Population) -> int:
-    return max(map(parameter_count, population.modules.values()))
+    return max(parameter_count(population.modules[label]) for label in population.by_label)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from perfed.core.message import Message
@@ -12,6 +14,9 @@ from perfed.core.tree import find_not_finite
 from perfed.engines.base import Call, ClientRecord, Job, Outcome
 from perfed.engines.population import Population, changed_records
 from perfed.engines.precision import FLOAT32, Precision
+
+JUDGED_AT_ONCE = 256
+"""Clients whose logits are in memory at once."""
 
 
 class LocalEngine:
@@ -30,6 +35,24 @@ class LocalEngine:
         raise NotImplementedError
 
     def perform(self, calls: Sequence[Call]) -> list[Any]:
+        """What each call gives. Evaluations hold the logits of all their clients at once, so they
+        come in parts where these are many."""
+        if any(c.method == "judge" and len(c.messages) > JUDGED_AT_ONCE for c in calls):
+            return [self._judged_in_parts(call) for call in calls]
+        return self._perform_at_once(calls)
+
+    def _judged_in_parts(self, call: Call) -> Any:
+        clients = list(call.messages)
+        parts = []
+        for start in range(0, len(clients), JUDGED_AT_ONCE):
+            few = {k: call.messages[k] for k in clients[start : start + JUDGED_AT_ONCE]}
+            parts += self._perform_at_once([dataclasses.replace(call, messages=few)])
+        return {
+            kind: {name: np.concatenate([part[kind][name] for part in parts]) for name in columns}
+            for kind, columns in parts[0].items()
+        }
+
+    def _perform_at_once(self, calls: Sequence[Call]) -> list[Any]:
         """The jobs of all calls as one, and what each call gives."""
         jobs = [call.population.jobs(call) for call in calls]
         returned = iter(self.perform_jobs([job for each in jobs for job in each]))

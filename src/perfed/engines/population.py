@@ -61,7 +61,7 @@ class Population:
         self._messages = algorithm.messages()
         self.engine: Engine
         """Set by whoever runs these clients."""
-        self.networks = models
+        self.assignment = models
         self._tasks: dict[str, tuple[Callable[[Any, Message], Any], str]] = {
             "first_message": (self._first_message, "module"),
             "client_round": (self._client_round, "module"),
@@ -102,7 +102,8 @@ class Population:
         shape = self.federation.input_shape
         if self.training.augment and len(shape) != 3:
             raise ConfigError(
-                f"samples of shape {shape_text(shape)} are no images: must be empty",
+                f"needs images, channels×height×width; these samples are {shape_text(shape)}: "
+                "must be empty",
                 "training.augment",
             )
 

@@ -377,11 +377,13 @@ class FederatedRun(Coordinator):
         for network in networks(self._messages.up):
             self._networks.initial(network or member.architecture)
         if self.algorithm.shares_features:
-            widths = {other.features for other in self.membership.members.values()}
+            # What the coordinator knows by itself counts, and what a first site says only else.
+            told = {other.features for other in self.membership.members.values()}
+            widths = set(self._networks.widths().values()) or told
             if widths and member.features not in widths:
                 raise Refused(
                     f"its network gives {member.features} features, those of the others "
-                    f"{widths.pop()}: '{self.algorithm.registered_name}' needs one width"
+                    f"{max(widths)}: '{self.algorithm.registered_name}' needs one width"
                 )
 
     # What identifies the run.

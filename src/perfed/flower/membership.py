@@ -25,7 +25,7 @@ class Transport(Protocol):
         """Who is connected."""
 
     def send(self, node: int, task: Envelope, seconds: float) -> str:
-        """Returns a name by which to ask for the answer, which is of use for so long."""
+        """Returns a name to ask for the answer with. It is awaited for so many seconds."""
 
     def receive(self, names: Iterable[str]) -> dict[str, Envelope | str]:
         """What has arrived of these: an answer, or why there will be none."""
@@ -118,6 +118,11 @@ class Membership:
             raise Refused(
                 f"client {client} came with '{before.architecture}' before, "
                 f"now with '{member.architecture}'"
+            )
+        if before is not None and before.sizes != member.sizes and self.has_trained(client):
+            raise Refused(
+                f"client {client} has trained with {before.sizes} samples, "
+                f"and comes with {member.sizes}: what it told first counts"
             )
         self.admit(member)
         self.members[client] = member

@@ -26,10 +26,10 @@ def checked_numbers(facts: Mapping[str, Any]) -> Numbers:
             for kind in said
         }
     except (KeyError, TypeError, ValueError, OverflowError):
-        raise Refused("its judgement of its models is not one") from None
+        raise Refused("its evaluation has a number that is missing or out of range") from None
     possible = all(known[name].possible(one[name]) for one in numbers.values() for name in one)
     if not numbers or not numbers.keys() <= set(MODEL_KINDS) or not possible:
-        raise Refused("its judgement of its models is not one")
+        raise Refused("its evaluation has a number that is missing or out of range")
     return numbers
 
 

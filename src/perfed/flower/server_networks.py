@@ -12,7 +12,7 @@ from perfed.config import Experiment
 from perfed.core.errors import ConfigError
 from perfed.core.tree import Weights
 from perfed.engines.population import named_networks, with_public_statistics
-from perfed.models import Architecture, build_module, initial_weights
+from perfed.models import Architecture, build_module, find_head, initial_weights
 
 
 class ServerNetworks(Mapping[str, nn.Module]):
@@ -40,6 +40,15 @@ class ServerNetworks(Mapping[str, nn.Module]):
                 drawn, experiment.algorithm, experiment.training
             )
         return self._initial[key]
+
+    def widths(self) -> dict[str, int]:
+        """How many features each configured network gives; empty where nobody looks at them."""
+        if not self._experiment.algorithm.needs_features:
+            return {}
+        return {
+            label: find_head(self._known(label), self[label], self._shape)[1]
+            for label in self.labels
+        }
 
     def head(self, architecture: str) -> str:
         """The name of an architecture's last layer."""

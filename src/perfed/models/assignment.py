@@ -172,6 +172,11 @@ def find_head(architecture: Architecture, module: nn.Module, shape: Shape) -> tu
             "{name: imported, factory: file.py:Net, head: classifier}",
             "models",
         )
+    if any(True for _ in module.get_submodule(head).buffers()):
+        raise ConfigError(
+            f"'{label}' keeps running statistics in its last layer '{head}': name one without",
+            "models",
+        )
     device = next(module.parameters()).device
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
     with torch_stream(0, "template"), torch.no_grad():
@@ -187,8 +192,8 @@ def find_head(architecture: Architecture, module: nn.Module, shape: Shape) -> tu
         made = head_outputs(module, head, tensors, features)
     if made.shape != logits.shape or not torch.allclose(made, logits, rtol=1e-3, atol=1e-4):
         raise ConfigError(
-            f"'{label}' does more after its layer '{head}': name the layer that gives the logits "
-            "(head: …)",
+            f"'{label}' changes the output of its layer '{head}' before it returns it: name the "
+            "layer that gives the logits (head: …)",
             "models",
         )
     return head, features.shape[1]

@@ -22,7 +22,7 @@ from perfed.core.channel import Channel, Traffic
 from perfed.core.declaration import Known
 from perfed.core.errors import Diverged, Refused, RunError
 from perfed.core.message import Message
-from perfed.core.metrics import Columns, summarize
+from perfed.core.metrics import Columns, load_metrics, summarize
 from perfed.core.streams import torch_stream
 from perfed.core.tree import Tree, find_not_finite
 from perfed.core.wire import Link
@@ -81,6 +81,7 @@ class Coordinator(ABC):
         device: torch.device,
         checkpoint_seconds: float,
     ) -> None:
+        load_metrics(experiment.metrics)
         self.experiment = experiment
         self.algorithm: Algorithm = experiment.algorithm
         self.callbacks = list(callbacks)

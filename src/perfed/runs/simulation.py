@@ -141,7 +141,7 @@ class Simulation(Coordinator):
         self.engine.expect(
             self.population, experiment.clients if everyone else experiment.clients_per_round
         )
-        self._population = dict(Counter(self.population.architectures))
+        self._counts = dict(Counter(self.population.architectures))
         self.records = self.population.records
         self._outcomes: Mapping[int, Outcome] = {}
 
@@ -276,7 +276,7 @@ class Simulation(Coordinator):
         )
 
     def _warn_of_refusals(self, round: int) -> None:
-        """Nobody is hostile here: an algorithm, or its declaration, is not as its author thinks."""
+        """Here a refusal means a mistake in the algorithm or in its declaration."""
         for client, reason in list(self.refused.items())[:1]:
             count = len(self.refused)
             log.warning("round %d: refused %d; client %d: %s", round, count, client, reason)
@@ -305,7 +305,7 @@ class Simulation(Coordinator):
         record = self.federation.record()
         record["architectures"] = {
             label: {"clients": count, "parameters": parameter_count(self.population.modules[label])}
-            for label, count in self._population.items()
+            for label, count in self._counts.items()
         }
         for client, architecture in zip(
             record["clients"], self.population.architectures, strict=True
@@ -317,7 +317,7 @@ class Simulation(Coordinator):
         return Server(
             self.experiment.seed,
             round,
-            self._population,
+            self._counts,
             self.population.initial_weights,
             self.population.modules,
             self.population.public_x,

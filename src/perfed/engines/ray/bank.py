@@ -20,10 +20,12 @@ from perfed.core.tree import identity
 from perfed.core.wire import Link
 from perfed.data import Federation
 from perfed.engines.base import ClientRecord, Method
+from perfed.engines.execution import stacked_engine
+from perfed.engines.local import LocalEngine
 from perfed.engines.population import Population
 from perfed.engines.precision import Precision
 from perfed.engines.ray.parcel import Parcel, pack, unpack
-from perfed.engines.stacked import StackedEngine
+from perfed.engines.sequential import SequentialEngine
 from perfed.engines.store import ClientStore
 from perfed.models import Models
 
@@ -77,7 +79,10 @@ class Bank:
         self.clear()
         torch.set_default_dtype(dtype)
         self._device = torch.device(kind)
-        self._engine = StackedEngine(precision, record=kind == "cuda")
+        stacked = stacked_engine()
+        self._engine: LocalEngine = SequentialEngine(precision)
+        if stacked is not None:
+            self._engine = stacked(precision, record=kind == "cuda")
         return os.getpid()
 
     def admit(self, number: int, federation: Federation, recipe: Recipe, records: Parcel) -> None:

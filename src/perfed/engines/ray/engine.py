@@ -192,7 +192,7 @@ class RayEngine:
             records = {client: store[client] for client in store if hosted.homes[client] == number}
             recipe = Recipe(
                 population.algorithm,
-                population.networks,
+                population.assignment,
                 population.training,
                 population.rounds,
                 population.seed,

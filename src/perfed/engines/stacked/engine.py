@@ -92,17 +92,17 @@ class StackedEngine(LocalEngine):
         self._steps.clear()
         self._recordings.clear()  # they look at the samples there were
         total = len(population.architectures)
-        for architecture in population.modules:
-            share = population.architectures.count(architecture) * clients_a_round
-            expected = self._expected.get(architecture, 0)
-            self._expected[architecture] = expected + -(-share // total)
+        for label in population.modules:
+            # A network beside the clients' own may be anybody's.
+            holders = total if label in population.extra else population.architectures.count(label)
+            share = -(-holders * clients_a_round // total)
+            self._expected[label] = self._expected.get(label, 0) + share
 
     def perform_jobs(self, jobs: Sequence[Job]) -> list[Any]:
         results: list[Any] = []
         with torch.random.fork_rng(_generators(jobs)):
             for job in jobs:  # now: trying a module out may draw random numbers
-                for label in self._labels(job):
-                    self._module_of(job.client.population, label)
+                self._module_of(job.client.population, job.client.architecture)
             for start in range(0, len(jobs), JOBS_AT_ONCE):
                 part = jobs[start : start + JOBS_AT_ONCE]
                 works = [functools.partial(self._work, job) for job in part]
@@ -115,18 +115,14 @@ class StackedEngine(LocalEngine):
             self._pool = None
 
     def _work(self, job: Job, ask: Callable[[Request], Any]) -> Any:
-        population = job.client.population
-        if any(self._module_of(population, label).obstacle for label in self._labels(job)):
-            job.client.ask = self._sequential.answer
-        else:
-            job.client.ask = functools.partial(self._ask, ask)
+        job.client.ask = functools.partial(self._ask, ask)
         return job.work()
 
-    def _labels(self, job: Job) -> list[str]:
-        """The networks a client may have."""
-        return [job.client.architecture, *job.client.population.extra]
-
     def _ask(self, ask: Callable[[Request], Any], request: Request) -> Any:
+        population = request.client.population
+        labels = request.labels().values() if isinstance(request, Sgd) else [request.label]
+        if any(self._module_of(population, label).obstacle for label in labels):
+            return self._sequential.answer(request)
         if isinstance(request, Sgd) and objective_key(request.objective) is None:
             say_once(
                 "an objective that closes over more than numbers, names and options trains one "
@@ -187,10 +183,11 @@ class StackedEngine(LocalEngine):
             modules = {name: self._module_of(population, label) for name, label in labels}
             self._steps[kind] = StackedStep(modules, group[0])
         group = sorted(group, key=lambda request: request.steps)  # few wait for others to finish
-        lanes = self._lanes_for(group[0], len(group))
+        label = next(iter(group[0].labels().values()))
+        lanes = self._lanes_for(label, len(group))
         for start in range(0, len(group), lanes):
             stack = group[start : start + lanes]
-            name = kind if self._record else (kind, len(stack))
+            name = (kind, lanes if self._record else len(stack))
             compute = functools.partial(
                 self._trained, name, self._steps[kind], lanes, stack, samples, starts
             )
@@ -219,11 +216,11 @@ class StackedEngine(LocalEngine):
         samples, starts = self._all_samples(population)
         table = samples.public_x if group[0].public else samples.x
         models = sorted(distinct_models(group, starts), key=lambda model: len(model.where))
-        lanes = self._lanes_for(group[0], len(models))
+        lanes = self._lanes_for(group[0].label, len(models))
         for start in range(0, len(models), lanes):
             stack = models[start : start + lanes]
             where = pad_sequence([model.where for model in stack], batch_first=True)
-            name = kind if self._record else (kind, where.shape)
+            name = (kind, lanes if self._record else where.shape)
             compute = functools.partial(
                 self._run_forward, name, module, what, lanes, stack, table, where
             )
@@ -250,12 +247,13 @@ class StackedEngine(LocalEngine):
             answers |= model.shares(rows)
         return answers
 
-    def _lanes_for(self, request: Request, count: int) -> int:
-        """Clients in a stack. In a recording, those expected, in stacks of one size where they are
-        too many; else those there are, where that is enough for it in as many stacks as threads."""
+    def _lanes_for(self, label: str, count: int) -> int:
+        """How many clients one stack holds. A recording has room for the expected number, divided
+        evenly if that is more than ``MOST_LANES``. Otherwise all clients form one stack, or one for
+        each thread if each thread then has at least two."""
         most = count if count < 2 * self._threads else -(-count // self._threads)
         if self._record:
-            most = self._expected.get(request.client.architecture, 0) or MOST_LANES
+            most = self._expected.get(label, 0) or MOST_LANES
         stacks = -(-most // MOST_LANES)
         return -(-most // stacks)
 

@@ -57,15 +57,16 @@ class StackedModule:
     def _obstacle(self, module: nn.Module, x: Tensor) -> str | None:
         """Why the module cannot be mapped, found by trying: two clients against one."""
         buffers = _copied(dict(module.named_buffers()))
-        # Not its own weights: where they are zero, differences would not show.
-        with torch.random.fork_rng(devices=()):
-            params = {
-                name: t.detach() + 0.1 * torch.randn(t.shape).to(t)
-                for name, t in module.named_parameters()
-            }
-        two = {name: torch.stack([t, t]) for name, t in (params | buffers).items()}
+        devices = [x.device] if x.is_cuda else []
         try:
-            return self._difference(module, params, buffers, two, x)
+            with torch.random.fork_rng(devices):  # whoever asked keeps the numbers that are next
+                # Not its own weights: where they are zero, differences would not show.
+                params = {
+                    name: t.detach() + 0.1 * torch.randn(t.shape).to(t)
+                    for name, t in module.named_parameters()
+                }
+                two = {name: torch.stack([t, t]) for name, t in (params | buffers).items()}
+                return self._difference(module, params, buffers, two, x)
         except Exception as error:  # whatever a user's module can stumble over
             if "randomness" in str(error):
                 return "it draws random numbers, which must come from each client's own stream"
@@ -382,8 +383,11 @@ class StackedStep:
             whole[name] += gradient.to(whole[name].dtype)
         directions: Mapping[str, Tensor]
         directions, after = vmap(self._optimizer.update)(whole, params, state)
-        _overwrite(state, after)
-        return [*directions.items()]
+        # An optimizer may hand on tensors of its old state, whose places are written to next.
+        places = {tensor.data_ptr() for tensor in tree_flatten(state)[0]}
+        moves = [(name, _apart_from(places, d)) for name, d in directions.items()]
+        _overwrite(state, _apart_from(places, after))
+        return moves
 
     def _losses(
         self,
@@ -454,6 +458,13 @@ class Seen(NamedTuple):
     privates: list[tuple[Tensor, Tensor]]
     publics: tuple[Tensor, ...]
     """Samples and their numbers, where there are any."""
+
+
+def _apart_from(places: set[int], tree: Any) -> Any:
+    """The same numbers, in none of these places."""
+    if isinstance(tree, Tensor):
+        return tree.clone() if tree.data_ptr() in places else tree
+    return {name: _apart_from(places, inside) for name, inside in tree.items()}
 
 
 def _overwrite(old: Any, new: Any) -> None:
