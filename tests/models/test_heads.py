@@ -180,7 +180,7 @@ class Twofold(Algorithm):
 @pytest.mark.usefixtures("float64")
 def test_a_second_network_of_ones_own_is_the_same_on_every_engine() -> None:
     """Clients of several architectures train it side by side, in other numbers in every round."""
-    models = {"architectures": ["mlp", "cnn"], "assign": "list", "per_client": [0, 0, 0, 0, 0, 1]}
+    models = {"architectures": ["mlp", "cnn"], "assign": "list", "per_client": [1, 0, 0, 0, 0, 0]}
     experiment = tiny(algorithm=Twofold, models=models)
     reference = play(Simulation(experiment, how=SEQUENTIAL), 5)
     assert_same(play(Simulation(experiment, how=STACKED), 5), reference, 1e-9)
