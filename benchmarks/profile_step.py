@@ -36,7 +36,7 @@ def recorded_step() -> RecordedTraining:
     teacher = torch.full((len(population.public_x), 10), 0.1, device=simulation.device)
     messages = dict.fromkeys(simulation.select(0), Message(teacher=teacher))
     simulation.engine.perform([population.call("client_round", messages, 0)])
-    recordings = simulation.engine._recordings.values()  # type: ignore[attr-defined]
+    recordings = simulation.engine.recordings.values()  # type: ignore[attr-defined]
     return next(one for one in recordings if isinstance(one, RecordedTraining))
 
 

@@ -254,7 +254,7 @@ def test_the_log_of_messages_does_not_grow_without_end(monkeypatch: pytest.Monke
     channel = Channel()
     for round in range(1, 6):
         simulation.play_round(round, channel)
-        assert sum(share.size for worker in engine._workers for share in worker.log) <= 10_000
+        assert sum(share.size for worker in engine.workers for share in worker.log) <= 10_000
     assert len(simulation.population.records) > 3  # collected on the way
     engine.close()
 
@@ -262,7 +262,7 @@ def test_the_log_of_messages_does_not_grow_without_end(monkeypatch: pytest.Monke
 def test_clients_that_keep_nothing_leave_nothing_in_the_log() -> None:
     simulation = played(tiny(algorithm="fedavg"), on(2))
     assert isinstance(simulation.engine, ray_engine.RayEngine)
-    assert not any(worker.log for worker in simulation.engine._workers)
+    assert not any(worker.log for worker in simulation.engine.workers)
     simulation.engine.close()
 
 

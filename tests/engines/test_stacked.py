@@ -127,7 +127,7 @@ def test_stacks_side_by_side_on_threads_are_the_same(name: str) -> None:
     threaded = Simulation(experiment, how=STACKED, engine=StackedEngine(threads=2))
     assert_same(play(threaded), reference, 1e-8)
     if name != "majority":  # which does not train
-        assert any(kept.ready for kept in threaded.engine._recordings.values())  # type: ignore[attr-defined]
+        assert any(kept.ready for kept in threaded.engine.recordings.values())  # type: ignore[attr-defined]
     threaded.engine.close()
 
 
@@ -151,7 +151,7 @@ def test_nothing_is_recorded_again_for_another_size_or_rate() -> None:
         simulation.play_round(round, Channel())
     assert len(seen) > 2
     # For each of three architectures a training, and a forward pass on the public set.
-    assert len(simulation.engine._recordings) == 6  # type: ignore[attr-defined]
+    assert len(simulation.engine.recordings) == 6  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("name", list(perfed.algorithms))
@@ -423,7 +423,7 @@ def test_private_and_public_samples_share_a_pass_only_where_both_are_asked_for()
         simulation = Simulation(tiny(models=["mlp"], algorithm=spec), how=STACKED)
         population = simulation.population
         (architecture,) = population.modules
-        module = simulation.engine._module_of(population, architecture)  # type: ignore[attr-defined]
+        module = simulation.engine.module_of(population, architecture)  # type: ignore[attr-defined]
         flatten_layer = module.chains[True][0]
         rule = flatten_layer[0]
 

@@ -42,7 +42,7 @@ def test_it_is_a_dictionary_whatever_the_limit(actions: list[tuple[str, int, int
             assert number_of(store[client]) == truth[client]
         assert set(store) == set(truth)
         assert len(store) == len(truth)
-        assert len(store._memory) <= 2
+        assert len(store.in_memory) <= 2
     assert {client: number_of(store[client]) for client in store} == truth
     store.close()
 

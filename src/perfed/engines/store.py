@@ -25,7 +25,7 @@ class ClientStore(MutableMapping[int, ClientRecord]):
     def __init__(self, device: torch.device, limit: int | None = None) -> None:
         self._device = device
         self.limit = limit
-        self._memory: dict[int, ClientRecord] = {}  # the one used longest ago comes first
+        self.in_memory: dict[int, ClientRecord] = {}  # the one used longest ago comes first
         self._sizes: dict[int, int] = {}
         self._bytes = 0
         self._on_disk: set[int] = set()
@@ -36,45 +36,45 @@ class ClientStore(MutableMapping[int, ClientRecord]):
     def __getitem__(self, client: int) -> ClientRecord:
         if client in self._on_disk:
             self[client] = self._read(client)
-        record = self._memory[client]
+        record = self.in_memory[client]
         if self.limit is not None:  # it is now the one used last
-            self._memory[client] = self._memory.pop(client)
+            self.in_memory[client] = self.in_memory.pop(client)
         return record
 
     def __setitem__(self, client: int, record: ClientRecord) -> None:
         if client in self:
             del self[client]
-        self._memory[client] = record
+        self.in_memory[client] = record
         if self.limit is None:
             return
         self._sizes[client] = _size(record)
         self._bytes += self._sizes[client]
-        while self._bytes > self.limit and len(self._memory) > 1:
-            self._spill(next(iter(self._memory)))
+        while self._bytes > self.limit and len(self.in_memory) > 1:
+            self._spill(next(iter(self.in_memory)))
 
     def __delitem__(self, client: int) -> None:
         if client in self._on_disk:
             self._on_disk.remove(client)
             self._file(client).unlink()
         else:
-            del self._memory[client]
+            del self.in_memory[client]
             self._bytes -= self._sizes.pop(client, 0)
 
     def __contains__(self, client: object) -> bool:
-        return client in self._memory or client in self._on_disk
+        return client in self.in_memory or client in self._on_disk
 
     def __iter__(self) -> Iterator[int]:
-        return iter(sorted([*self._memory, *self._on_disk]))
+        return iter(sorted([*self.in_memory, *self._on_disk]))
 
     def __len__(self) -> int:
-        return len(self._memory) + len(self._on_disk)
+        return len(self.in_memory) + len(self._on_disk)
 
     def close(self) -> None:
         if self._directory is not None:
             self._directory.cleanup()
 
     def _spill(self, client: int) -> None:
-        record = self._memory[client]
+        record = self.in_memory[client]
         content = tensorfile.encode(flatten(record.tree()))
         self._file(client).write_bytes(content)
         del self[client]

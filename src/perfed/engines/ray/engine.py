@@ -75,7 +75,7 @@ class RayEngine:
         self._gpus = 0.0
         """What a worker has of a GPU."""
         self._hosted: dict[Population, Hosted] = {}
-        self._workers: list[Worker] = []
+        self.workers: list[Worker] = []
         self._session: Session | None = None
         self._open = ExitStack()
         self._said: set[str] = set()
@@ -87,7 +87,7 @@ class RayEngine:
                 f"{self._count} workers for {clients} clients: must be at most {clients}",
                 "--workers",
             )
-        assert not self._workers, "all populations of an engine are expected before its first call"
+        assert not self.workers, "all populations of an engine are expected before its first call"
         self._hosted[population] = Hosted(len(self._hosted), population, clients_a_round)
 
     def facts(self) -> dict[str, Any]:
@@ -97,11 +97,11 @@ class RayEngine:
     def perform(self, calls: Sequence[Call]) -> list[Any]:
         if not calls:
             return []
-        if not self._workers:
+        if not self.workers:
             self._start()
         shares = [self._divided(call) for call in calls]
         asked: dict[int, tuple[Any, ...]] = {}
-        for number in range(len(self._workers)):
+        for number in range(len(self.workers)):
             mine = [by_worker[number] for by_worker in shares if number in by_worker]
             if mine:
                 asked[number] = ("call", pack(mine))
@@ -124,10 +124,10 @@ class RayEngine:
         (call, touched), hosted.round = hosted.round, None
         for number, share in self._divided(call).items():
             if touched & share.messages.keys():
-                self._workers[number].log.append(share)
+                self.workers[number].log.append(share)
                 self._tell(number, "commit", hosted.number)
         hosted.changed |= touched
-        if sum(share.size for worker in self._workers for share in worker.log) > LOG_LIMIT:
+        if sum(share.size for worker in self.workers for share in worker.log) > LOG_LIMIT:
             for each in self._hosted:
                 self.collect(each)
 
@@ -139,12 +139,12 @@ class RayEngine:
             what[2].append(client)
         for parcel in self._ask(asked).values():
             population.records.update(unpack(parcel, CPU))
-        for worker in self._workers:
+        for worker in self.workers:
             worker.log = [share for share in worker.log if share.population != hosted.number]
         hosted.changed.clear()
 
     def close(self) -> None:
-        workers, self._workers = self._workers, []
+        workers, self.workers = self.workers, []
         if workers:
             self._connected().give([worker.actor for worker in workers], self._gpus)
         self._session = None
@@ -178,9 +178,9 @@ class RayEngine:
             hosted.homes = dealt(hosted.population, self._count)
             hosted.data = session.put(hosted.population.federation)
         for number in range(self._count):
-            self._workers.append(Worker(session.take(self._gpus)))
+            self.workers.append(Worker(session.take(self._gpus)))
             self._introduce(number)
-        session.wait_for([coming for worker in self._workers for coming in worker.coming])
+        session.wait_for([coming for worker in self.workers for coming in worker.coming])
 
     def _introduce(self, number: int) -> None:
         """Tell a new worker all that its clients had at the last collection."""
@@ -209,16 +209,16 @@ class RayEngine:
         log.warning(
             "worker %d of %d has died, another takes its place: %s", number, self._count, why
         )
-        session, dead = self._connected(), self._workers[number]
+        session, dead = self._connected(), self.workers[number]
         session.kill(dead.actor)
-        self._workers[number] = Worker(session.take(self._gpus), dead.log)
+        self.workers[number] = Worker(session.take(self._gpus), dead.log)
         self._introduce(number)
         for share in dead.log:
             self._tell(number, "call", pack([share]))
             self._tell(number, "commit", share.population)
 
     def _tell(self, number: int, *what: Any) -> None:
-        worker = self._workers[number]
+        worker = self.workers[number]
         worker.coming.append(self._connected().send(worker.actor, *what))
 
     def _ask(self, asked: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
@@ -229,7 +229,7 @@ class RayEngine:
             for number, what in missing.items():
                 self._tell(number, *what)
             for number in list(missing):
-                worker = self._workers[number]
+                worker = self.workers[number]
                 coming, worker.coming = worker.coming, []
                 try:
                     for one in coming:

@@ -84,13 +84,13 @@ class StackedEngine(LocalEngine):
         self._tables: Samples | None = None
         self._populations: list[Population] = []
         self._steps: dict[Hashable, StackedStep] = {}
-        self._recordings: dict[Hashable, Any] = {}
+        self.recordings: dict[Hashable, Any] = {}
 
     def expect(self, population: Population, clients_a_round: int) -> None:
         self._populations.append(population)
         self._tables = None
         self._steps.clear()
-        self._recordings.clear()  # they look at the samples there were
+        self.recordings.clear()  # they look at the samples there were
         total = len(population.architectures)
         for label in population.modules:
             # A network beside the clients' own may be anybody's.
@@ -102,7 +102,7 @@ class StackedEngine(LocalEngine):
         results: list[Any] = []
         with torch.random.fork_rng(_generators(jobs)):
             for job in jobs:  # now: trying a module out may draw random numbers
-                self._module_of(job.client.population, job.client.architecture)
+                self.module_of(job.client.population, job.client.architecture)
             for start in range(0, len(jobs), JOBS_AT_ONCE):
                 part = jobs[start : start + JOBS_AT_ONCE]
                 works = [functools.partial(self._work, job) for job in part]
@@ -121,7 +121,7 @@ class StackedEngine(LocalEngine):
     def _ask(self, ask: Callable[[Request], Any], request: Request) -> Any:
         population = request.client.population
         labels = request.labels().values() if isinstance(request, Sgd) else [request.label]
-        if any(self._module_of(population, label).obstacle for label in labels):
+        if any(self.module_of(population, label).obstacle for label in labels):
             return self._sequential.answer(request)
         if isinstance(request, Sgd) and objective_key(request.objective) is None:
             say_once(
@@ -131,7 +131,7 @@ class StackedEngine(LocalEngine):
             return self._sequential.answer(request)
         return ask(request)
 
-    def _module_of(self, population: Population, architecture: str) -> StackedModule:
+    def module_of(self, population: Population, architecture: str) -> StackedModule:
         if architecture not in self._modules:
             module = StackedModule(
                 population.modules[architecture], population.x[:4], population.head(architecture)
@@ -146,8 +146,8 @@ class StackedEngine(LocalEngine):
         return self._modules[architecture]
 
     def _answer(self, requests: Sequence[Request]) -> list[Any]:
-        if len(self._recordings) > MOST_RECORDINGS:
-            self._recordings.clear()
+        if len(self.recordings) > MOST_RECORDINGS:
+            self.recordings.clear()
         stacks: list[Stack] = []
         for kind, group in grouped(requests):
             if isinstance(group[0], Sgd):
@@ -173,14 +173,14 @@ class StackedEngine(LocalEngine):
             yield from (stack.compute() for stack in ready)
 
     def _is_ready(self, stack: Stack) -> bool:
-        return stack.recording in self._recordings and self._recordings[stack.recording].ready
+        return stack.recording in self.recordings and self.recordings[stack.recording].ready
 
     def _train(self, kind: Hashable, group: list[Sgd]) -> Iterator[Stack]:
         population = group[0].client.population
         samples, starts = self._all_samples(population)
         if kind not in self._steps:
             labels = group[0].labels().items()
-            modules = {name: self._module_of(population, label) for name, label in labels}
+            modules = {name: self.module_of(population, label) for name, label in labels}
             self._steps[kind] = StackedStep(modules, group[0])
         group = sorted(group, key=lambda request: request.steps)  # few wait for others to finish
         label = next(iter(group[0].labels().values()))
@@ -204,15 +204,15 @@ class StackedEngine(LocalEngine):
     ) -> dict[int, Trained]:
         draws = draw(stack, starts)
         moving, inputs = stack_moving(stack), stack_inputs(stack)
-        if name not in self._recordings:
+        if name not in self.recordings:
             recorded = RecordedTraining if self._record else TapedTraining
-            self._recordings[name] = recorded(step, lanes, moving, inputs, samples, draws)
-        trained = self._recordings[name].run(moving, inputs, draws, stack[0].rate)
+            self.recordings[name] = recorded(step, lanes, moving, inputs, samples, draws)
+        trained = self.recordings[name].run(moving, inputs, draws, stack[0].rate)
         return {id(request): trained[lane] for lane, request in enumerate(stack)}
 
     def _forward(self, kind: Hashable, group: list[Forward]) -> Iterator[Stack]:
         population, what = group[0].client.population, group[0].what
-        module = self._module_of(population, group[0].label)
+        module = self.module_of(population, group[0].label)
         samples, starts = self._all_samples(population)
         table = samples.public_x if group[0].public else samples.x
         models = sorted(distinct_models(group, starts), key=lambda model: len(model.where))
@@ -237,11 +237,11 @@ class StackedEngine(LocalEngine):
         where: Tensor,
     ) -> dict[int, Tensor]:
         tensors = stack_tensors([model.tensors for model in stack])
-        if name not in self._recordings:
+        if name not in self.recordings:
             recorded = RecordedForward if self._record else TapedForward
             at_once = SAMPLES_OF_EACH if self._record else max(1, SAMPLES_AT_ONCE // len(stack))
-            self._recordings[name] = recorded(module, what, lanes, at_once, tensors, table)
-        outputs = self._recordings[name].run(tensors, where)
+            self.recordings[name] = recorded(module, what, lanes, at_once, tensors, table)
+        outputs = self.recordings[name].run(tensors, where)
         answers: dict[int, Tensor] = {}
         for model, rows in zip(stack, outputs, strict=True):
             answers |= model.shares(rows)
@@ -262,7 +262,7 @@ class StackedEngine(LocalEngine):
         if population not in self._populations:
             self._populations.append(population)
             self._tables = None
-            self._recordings.clear()
+            self.recordings.clear()
         if self._tables is None:
             self._tables = join_samples(self._populations)
         starts, private, public = {}, 0, 0
