@@ -10,8 +10,10 @@ feature for each word, 0 or 1.
 from __future__ import annotations
 
 import csv
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Literal
 
@@ -20,6 +22,7 @@ import numpy as np
 from perfed.core.errors import ConfigError, DataError, did_you_mean
 from perfed.core.schema import option
 from perfed.data.datasets import Unlabeled, datasets
+from perfed.data.opening import open_file
 from perfed.data.sources import Contents, Places, content_hash, named_labels
 
 MOST_WORDS = 1000  # in a column; more are names, and no categories
@@ -180,10 +183,10 @@ def _encoded(features: Sequence[Feature], sheets: Sequence[Sheet]) -> np.ndarray
 
 
 def read_sheet(path: Path, separator: str = ",") -> Sheet:
-    if not path.is_file():
+    if not path.exists():
         raise DataError(f"no such file: {str(path)!r}")
     try:
-        with open(path, encoding="utf-8-sig", newline="") as file:
+        with TextIOWrapper(open_file(path), encoding="utf-8-sig", newline="") as file:
             return _read_rows(path, csv.reader(file, delimiter=separator, strict=True))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{path} cannot be read: {error}") from None
@@ -193,8 +196,9 @@ def _read_rows(path: Path, rows: Iterator[list[str]]) -> Sheet:
     header = [name.strip() for name in next(rows, [])]
     if not any(header):
         raise DataError(f"{path} is empty: the first line must name the columns")
+    counts = Counter(header)
     for name in header:
-        if not name or header.count(name) > 1:
+        if not name or counts[name] > 1:
             fault = f"is named '{name}', like another" if name else "has no name"
             raise DataError(f"{path}: column {header.index(name) + 1} {fault}")
     cells: list[list[str]] = []
