@@ -10,6 +10,7 @@ feature for each word, 0 or 1.
 from __future__ import annotations
 
 import csv
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,14 @@ from perfed.core.errors import ConfigError, DataError, did_you_mean
 from perfed.core.schema import option
 from perfed.data.datasets import Unlabeled, datasets
 from perfed.data.opening import open_file
-from perfed.data.sources import Contents, Places, content_hash, named_labels
+from perfed.data.sources import (
+    LARGEST,
+    TOO_LARGE,
+    Contents,
+    Places,
+    content_hash,
+    named_labels,
+)
 
 MOST_WORDS = 1000  # in a column; more are names, and no categories
 
@@ -220,8 +228,9 @@ def _read_rows(path: Path, rows: Iterator[list[str]]) -> Sheet:
 
 
 def is_number(cell: str) -> bool:
+    """Also where it is too large for a float (1e999), but not for words such as 'inf'."""
     try:
-        return bool(np.isfinite(float(cell)))
+        return math.isfinite(float(cell)) or any(sign.isdigit() for sign in cell)
     except ValueError:
         return False
 
@@ -231,10 +240,20 @@ def numbers(sheet: Sheet, name: str) -> np.ndarray:
     cells = sheet.columns[name]
     bad = next((row for row, cell in enumerate(cells) if not is_number(cell)), None)
     if bad is None:
-        return np.array([float(cell) for cell in cells])
+        return _in_range(sheet, name, np.array([float(cell) for cell in cells]))
     if not cells[bad]:
         raise DataError(f"{sheet.cell(bad, name)} is empty")
     raise DataError(
         f"{sheet.cell(bad, name)}: {cells[bad]!r} is not a number; "
         "if the column holds categories, list it under 'categories'"
+    )
+
+
+def _in_range(sheet: Sheet, name: str, values: np.ndarray) -> np.ndarray:
+    large = np.flatnonzero(np.abs(values) > LARGEST)
+    if not len(large):
+        return values
+    raise DataError(
+        f"{sheet.cell(large[0], name)}: {sheet.columns[name][large[0]]} {TOO_LARGE}: "
+        "scale the column down, or list it under 'ignore'"
     )
