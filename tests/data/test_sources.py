@@ -273,7 +273,7 @@ def test_any_array_is_read_as_it_is_or_refused_in_words(
 ) -> None:
     path = tmp_path_factory.mktemp("any") / "x.npz"
     np.savez(path, x=x, y=np.arange(len(x)) % 2)
-    if x.ndim < 2 or not len(x):
+    if x.ndim < 2 or not x.size:
         with pytest.raises(ConfigError, match="must be numbers, samples × features"):
             load(name="npz", path=str(path))
         return

@@ -30,7 +30,8 @@ import numpy as np
 
 from perfed.core.errors import DataError, did_you_mean, shape_text
 from perfed.core.tensorfile import sync_folder, write_atomically
-from perfed.data.readers import Images, Layout, Progress, read_images, silent
+from perfed.data.opening import file_content, open_file
+from perfed.data.readers import Images, Layout, Progress, read_array, read_images, silent
 
 MANIFEST, PIXELS, LABELS = "manifest.json", "images.npy", "labels.npy"
 ARCHIVE = "archive"  # while it is being made
@@ -108,11 +109,11 @@ def find(name: str, root: Path) -> Stored | None:
     if not folder.exists():
         return None
     try:
-        manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
+        manifest = json.loads(file_content(folder / MANIFEST))
         stored = Stored(folder, manifest)
         known = bool(stored.images and stored.source) and "by_class" in manifest
         known &= PIXELS in manifest["checksums"]
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, DataError, ValueError, TypeError, KeyError):
         known = False
     if not known:
         raise DataError(f"{folder} is in the way: it is no set that perfed stored")
@@ -134,7 +135,7 @@ def _load(folder: Path, checksums: str) -> Arrays:
                     f"{folder / name} is damaged: its checksum is not the recorded one; "
                     "remove the folder and get the set again"
                 )
-            arrays[name] = np.load(folder / name, allow_pickle=False)
+            arrays[name] = read_array(folder / name)
         except OSError as error:
             raise DataError(f"cannot read {folder / name}: {error.strerror}") from None
         arrays[name].setflags(write=False)
@@ -251,7 +252,7 @@ def _save(path: Path, array: np.ndarray) -> str:
 
 
 def _checksum(path: Path, kind: str) -> str:
-    with open(path, "rb") as file:
+    with open_file(path) as file:
         return hashlib.file_digest(
             file, lambda: hashlib.new(kind, usedforsecurity=False)
         ).hexdigest()

@@ -218,11 +218,26 @@ def standardised(samples: Samples, splits: Sequence[ClientSplit]) -> tuple[Sampl
     mean = np.where(samples.unscaled, training.mean(axis=0, dtype=np.float64), 0.0)
     deviation = np.where(samples.unscaled, training.std(axis=0, dtype=np.float64), 1.0)
     deviation[deviation == 0] = 1.0
-    x, public_x = (
-        ((part - mean) / deviation).astype(np.float32) for part in (samples.x, samples.public_x)
-    )
+    with np.errstate(over="ignore"):  # said in words
+        x, public_x = (
+            ((part - mean) / deviation).astype(np.float32) for part in (samples.x, samples.public_x)
+        )
+    _check_standardised(samples, x, public_x)
     facts = {"standardised": {"mean": mean.tolist(), "deviation": deviation.tolist()}}
     return replace(samples, x=x, public_x=public_x, unscaled=None), facts
+
+
+def _check_standardised(samples: Samples, *parts: np.ndarray) -> None:
+    """A value may be so far off all that train that it leaves float32."""
+    for part in parts:
+        wrong = np.flatnonzero(~np.isfinite(part).all(axis=0))
+        if len(wrong):
+            name = samples.origin.get("columns", {wrong[0]: wrong[0]})[wrong[0]]
+            raise ConfigError(
+                f"column '{name}' has a value too far off those that train: divided by their "
+                "deviation it is too large for float32; list it under 'ignore', or mend it",
+                "data.path",
+            )
 
 
 def _given_owner(samples: Samples, clients: int) -> tuple[np.ndarray, list[str]]:

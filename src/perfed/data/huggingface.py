@@ -168,5 +168,11 @@ def _labels(loaded: Any, name: str) -> tuple[np.ndarray, tuple[str, ...]]:
         labels = np.array(values)
         if labels.min() < 0:  # how the Hub writes labels that it keeps to itself
             raise DataError(f"sample {int(labels.argmin())} has no '{name}'")
+        if labels.max() >= len(feature.names):
+            where = int(labels.argmax())
+            raise DataError(
+                f"label {labels[where]} of sample {where} has no name: '{name}' names "
+                f"{len(feature.names)}, from 0 on"
+            )
         return labels, tuple(feature.names)
     return named_labels(values, f"column '{name}'")

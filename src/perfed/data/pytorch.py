@@ -15,7 +15,16 @@ from perfed.core.objects import give, import_object
 from perfed.core.schema import option
 from perfed.core.streams import torch_stream
 from perfed.data.datasets import datasets
-from perfed.data.sources import Contents, OwnData, checked_labels, checked_samples, content_hash
+from perfed.data.sources import (
+    MOST_OUTPUTS,
+    NUMBERS,
+    Contents,
+    OwnData,
+    checked_labels,
+    checked_samples,
+    content_hash,
+    too_high,
+)
 
 
 @datasets.register("torch")
@@ -114,6 +123,8 @@ def _array(x: Any, number: int, before: list[np.ndarray]) -> np.ndarray:
 
 def _label(y: Any, number: int) -> int:
     value = np.asarray(y)
-    if value.size != 1 or not np.issubdtype(value.dtype, np.number) or value.item() % 1:
+    if value.size != 1 or value.dtype.kind not in NUMBERS or value.item() % 1:
         raise DataError(f"item {number} of the dataset: label {y!r} must be 0, 1, 2, …")
+    if abs(value.item()) >= MOST_OUTPUTS:  # it may be more than an array of labels can hold
+        raise DataError(too_high(y, f"item {number} of the dataset"))
     return int(value.item())

@@ -10,17 +10,20 @@ import io
 import json
 import pickle
 import tarfile
+import warnings
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, ClassVar, TypeVar
-from zipfile import BadZipFile
+from typing import Any, BinaryIO, ClassVar, TypeVar
 
 import numpy as np
 
 from perfed.core.errors import DataError, shape_text
+from perfed.data.arrays import load_arrays
+from perfed.data.opening import file_content, open_file, reason
 
 T = TypeVar("T")
 Progress = Callable[[str, int, int], None]
@@ -30,6 +33,13 @@ Files = Mapping[str, Callable[[], bytes]]
 """The content of files, by name, whether they lie in a folder or in an archive."""
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp")
+FORMATS = ("PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP")
+"""What Pillow may take a picture for, whatever it is called: its other readers, such as that of
+EPS, which starts a program, are never reached."""
+MOST_PIXELS = 50_000_000
+"""Of a picture. Cameras make 12 to 48 million; each takes some 7 bytes while it is read."""
+MOST_IN_ARCHIVE = 1 << 29
+"""Bytes that an archive may unpack to: those of CIFAR are 178 MiB, a third of it."""
 SPLITS = ("train", "val", "valid", "validation", "test")
 TFJS_PICTURES = (*(f"data_batch_{number}.png" for number in range(1, 6)), "test_batch.png")
 TFJS_LISTS = ("train_lables.json", "test_lables.json")  # sic
@@ -177,7 +187,11 @@ def _places(path: Path, names: set[str]) -> dict[Path, Files]:
     if path.is_file():
         return {path: archive_files(path, names)}
     return {
-        folder: {name: (folder / name).read_bytes for name in names if (folder / name).is_file()}
+        folder: {
+            name: partial(file_content, folder / name)
+            for name in names
+            if (folder / name).is_file()
+        }
         for folder in [path, *_folders(path)]
     }
 
@@ -187,28 +201,75 @@ def archive_files(path: Path, names: set[str]) -> Files:
 
     It is read to its very end, so that a partial archive is never taken for a whole one.
     """
-    packed = _magic(path) == b"\x1f\x8b"
-    if not packed and not tarfile.is_tarfile(path):
-        return {}
-    contents: dict[str, bytes] = {}
-    try:
-        with gzip.open(path) if packed else open(path, "rb") as stream:
-            with tarfile.open(fileobj=stream, mode="r|") as archive:
-                for member in archive:
-                    name = PurePosixPath(member.name).name
-                    file_in_it = archive.extractfile(member) if name in names else None
-                    if file_in_it is not None:
-                        contents[name] = file_in_it.read()
-            while stream.read(1 << 20):
-                pass
-    except (EOFError, zlib.error, tarfile.TarError, gzip.BadGzipFile) as error:
-        raise DataError(f"{path} is damaged or cut off: {error}") from None
+    with open_file(path) as file:
+        packed = _start(file, 2) == b"\x1f\x8b"
+        if not packed and not _is_tar(_start(file, tarfile.BLOCKSIZE)):
+            return {}
+        try:
+            with gzip.open(file) if packed else file as stream:
+                limited = _Limited(stream, MOST_IN_ARCHIVE) if packed else stream
+                contents = _tar_contents(limited, names)
+                while limited.read(1 << 20):
+                    pass
+        except DataError as error:
+            raise DataError(f"{path} {error}") from None
+        except (EOFError, zlib.error, tarfile.TarError, gzip.BadGzipFile, ValueError) as error:
+            raise DataError(f"{path} is damaged or cut off: {reason(error)}") from None
     return {name: content.__bytes__ for name, content in contents.items()}
 
 
+def _tar_contents(stream: Any, names: set[str]) -> dict[str, bytes]:
+    contents: dict[str, bytes] = {}
+    kept = 0
+    with tarfile.open(fileobj=stream, mode="r|") as archive:
+        for member in archive:
+            name = PurePosixPath(member.name).name
+            file_in_it = archive.extractfile(member) if name in names else None
+            if file_in_it is None:
+                continue
+            kept += member.size  # a sparse member is larger than what the archive has of it
+            if kept > MOST_IN_ARCHIVE:
+                raise DataError(_too_much(MOST_IN_ARCHIVE))
+            contents[name] = file_in_it.read()
+    return contents
+
+
+class _Limited:
+    """A stream that stops with an error once more than ``most`` bytes came out of it."""
+
+    def __init__(self, stream: Any, most: int) -> None:
+        self._stream, self._most, self._left = stream, most, most
+
+    def read(self, size: int) -> bytes:
+        content: bytes = self._stream.read(size)
+        self._left -= len(content)
+        if self._left < 0:
+            raise DataError(_too_much(self._most))
+        return content
+
+
+def _too_much(most: int) -> str:
+    return f"unpacks to more than {most:,} bytes: if that is meant, unpack it and give the folder"
+
+
+def _is_tar(block: bytes) -> bool:
+    # tarfile.is_tarfile would unpack other formats too, to whatever length.
+    try:
+        tarfile.TarInfo.frombuf(block, tarfile.ENCODING, "surrogateescape")
+    except tarfile.TarError:
+        return False
+    return True
+
+
+def _start(file: BinaryIO, length: int) -> bytes:
+    start = file.read(length)
+    file.seek(0)
+    return start
+
+
 def _magic(path: Path) -> bytes:
-    with open(path, "rb") as file:
-        return file.read(2)
+    with open_file(path) as file:
+        return _start(file, 2)
 
 
 def read_npz(path: Path) -> Images:
@@ -232,7 +293,7 @@ def read_npz(path: Path) -> Images:
 
 def read_arrays(path: Path) -> dict[str, np.ndarray]:
     """The arrays of an .npz file, by name."""
-    file = _loaded(path)
+    file = load_arrays(path)
     if isinstance(file, np.ndarray):
         raise DataError(f"{path}: one array alone; needs 'x' and 'y' (numpy.savez)")
     return file
@@ -240,21 +301,10 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
 
 def read_array(path: Path) -> np.ndarray:
     """The array of an .npy file."""
-    file = _loaded(path)
+    file = load_arrays(path)
     if not isinstance(file, np.ndarray):
         raise DataError(f"{path}: several arrays; needs one (numpy.save)")
     return file
-
-
-def _loaded(path: Path) -> np.ndarray | dict[str, np.ndarray]:
-    if not path.is_file():
-        raise DataError(f"no such file: {str(path)!r}")
-    try:
-        with open(path, "rb") as raw:
-            file = np.load(raw, allow_pickle=False)
-            return dict(file) if isinstance(file, np.lib.npyio.NpzFile) else np.asarray(file)
-    except (ValueError, OSError, EOFError, BadZipFile, zlib.error) as error:
-        raise DataError(f"{path}: cannot be read: {error}") from None
 
 
 def class_folders(path: Path) -> list[Path]:
@@ -304,7 +354,8 @@ def read_pictures(
     for number, file in enumerate(files):
         if number % 100 == 0:
             progress("reading", number, len(files))
-        picture, size = _inside(str(file), _picture_and_size, file.read_bytes(), look)
+        with open_file(file) as stream:
+            picture, size = _inside(str(file), _picture_and_size, stream, look)
         if pictures and picture.shape != pictures[0].shape:
             raise DataError(
                 f"{file} is {shape_text(picture.shape[:2])}, the first image was "
@@ -317,20 +368,30 @@ def read_pictures(
 
 def decoded_picture(content: bytes) -> np.ndarray:
     """A picture file as height × width × RGB."""
-    return _picture_and_size(content, AS_THEY_ARE)[0]
+    return _picture_and_size(io.BytesIO(content), AS_THEY_ARE)[0]
 
 
-def _picture_and_size(content: bytes, look: Look) -> tuple[np.ndarray, str]:
+def _picture_and_size(stream: BinaryIO, look: Look) -> tuple[np.ndarray, str]:
     Image = _pillow()
     try:
-        with Image.open(io.BytesIO(content)) as picture:
-            return as_array(picture, look), shape_text((picture.height, picture.width))
+        with warnings.catch_warnings():
+            # What Pillow warns of is refused by as_array, in words.
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            with Image.open(stream, formats=FORMATS) as picture:
+                return as_array(picture, look), shape_text((picture.height, picture.width))
+    except Image.UnidentifiedImageError:
+        raise DataError(f"is no picture that can be read: none of {', '.join(FORMATS)}") from None
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise DataError(f"is no picture that can be read: {error}") from None
+        raise DataError(f"is no picture that can be read: {reason(error)}") from None
 
 
 def as_array(picture: Any, look: Look) -> np.ndarray:
     """A Pillow image as height × width × channels."""
+    if picture.width * picture.height > MOST_PIXELS:  # known before anything is decoded
+        raise DataError(
+            f"is no picture that can be read: {shape_text((picture.height, picture.width))} "
+            f"pixels, at most {MOST_PIXELS:,} are allowed: make it smaller"
+        )
     picture = picture.convert("L" if look.grey else "RGB")
     if look.size and look.size != (picture.height, picture.width):
         height, width = look.size
@@ -426,7 +487,7 @@ class _ArrayUnpickler(pickle.Unpickler):
 def _json_list(content: bytes) -> list[Any]:
     try:
         values = json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"is not valid JSON: {error}") from None
     if not isinstance(values, list):
         raise DataError("holds no list")

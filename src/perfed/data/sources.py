@@ -35,6 +35,15 @@ BY_CLIENT_HELP = (
     "with partition: given"
 )
 SIZE_HELP = "height and width to resize all images to; empty: no resizing, all must have one size"
+MOST_CLASSES = 1000  # with names
+MOST_OUTPUTS = 1 << 15
+"""Of a network, by labels that are numbers: the largest set in use, ImageNet-21k, has 21,841."""
+MOST_MEASURED = 100
+"""Different labels that are no whole numbers, or not written so: ratings from 0.5 to 5 are 10."""
+NO_MEASUREMENT = "each a class of its own: they look like measurements, and a label is a class"
+NUMBERS = "iuf"  # numpy's kinds: whole numbers and fractions
+LARGEST = float(np.finfo(np.float32).max)
+TOO_LARGE = f"is too large for float32, which ends at {LARGEST:.1e}"
 COLOURS_HELP = "three channels, or one"
 
 
@@ -226,11 +235,19 @@ def _renumbered(part: Contents, names: Sequence[str]) -> np.ndarray:
 
 def checked_samples(values: Any, what: str) -> np.ndarray:
     x: np.ndarray = np.asarray(values)
-    if x.ndim < 2 or not len(x) or not np.issubdtype(x.dtype, np.number):
-        raise DataError(f"{what} must be numbers, samples × features or images")
+    if x.dtype.kind == "c":
+        raise DataError(f"{what} is complex ({x.dtype}), must be real numbers: give both parts")
+    if x.ndim < 2 or not x.size or x.dtype.kind not in NUMBERS:
+        raise DataError(
+            f"{what} must be numbers, samples × features or images, and some of each; "
+            f"it is {shape_text(x.shape) or 'one value'} of {x.dtype}"
+        )
     if not np.isfinite(x).all():
         bad = np.argwhere(~np.isfinite(x))[0]
         raise DataError(f"{what} is not finite: {x[tuple(bad)]} at {bad.tolist()}")
+    if x.dtype.kind == "f" and max(x.max(), -x.min()) > LARGEST:
+        bad = np.argwhere(np.abs(x) > LARGEST)[0]
+        raise DataError(f"{what}: {x[tuple(bad)]} at {bad.tolist()} {TOO_LARGE}: scale it down")
     return x
 
 
@@ -238,19 +255,33 @@ def checked_labels(values: Any, samples: int) -> np.ndarray:
     y: np.ndarray = np.asarray(values)
     if y.shape != (samples,):
         raise DataError(f"{samples} samples but labels of shape {y.shape}")
-    if not np.issubdtype(y.dtype, np.number):
+    if y.dtype.kind not in NUMBERS:
         raise DataError(f"labels must be 0, 1, 2, …, not {y[0]!r}")
-    wrong = np.flatnonzero((y != y.astype(np.int64)) | (y < 0))
+    wrong = np.flatnonzero(~(y >= 0) | ((y != np.floor(y)) if y.dtype.kind == "f" else False))
     if len(wrong):
         raise DataError(f"labels must be 0, 1, 2, …, not {y[wrong[0]]} as of sample {wrong[0]}")
-    y = y.astype(np.int64)
-    kinds = len(np.unique(y))
-    if 2 * kinds < y.max() + 1:  # a stray label makes every network large
+    if y.max() >= MOST_OUTPUTS:  # before anything is made of this length
+        raise DataError(too_high(y.max(), f"sample {y.argmax()}"))
+    _speak_of_labels(y)
+    return y.astype(np.int64)
+
+
+def too_high(label: Any, which: str) -> str:
+    return (
+        f"label {label} of {which} is too high: networks have an output for every label up to the "
+        f"highest, at most {MOST_OUTPUTS:,}; number the classes 0, 1, 2, …"
+    )
+
+
+def _speak_of_labels(y: np.ndarray) -> None:
+    kinds, highest = len(np.unique(y)), int(y.max())
+    if 2 * kinds < highest + 1:  # a stray label makes every network large
         say_once(
-            f"labels go up to {y.max()}, so networks have {y.max() + 1} outputs, "
+            f"labels go up to {highest}, so networks have {highest + 1} outputs, "
             f"but only {kinds} labels occur: is one of them wrong?"
         )
-    return y
+    if y.dtype.kind == "f" and kinds > MOST_MEASURED:
+        say_once(f"labels are {kinds} different {y.dtype} numbers, {NO_MEASUREMENT}")
 
 
 def named_labels(values: Sequence[Any], what: str) -> tuple[np.ndarray, tuple[str, ...]]:
@@ -261,11 +292,24 @@ def named_labels(values: Sequence[Any], what: str) -> tuple[np.ndarray, tuple[st
             f"{what} has {len(kinds):,} different values, such as {kinds[0]!r} and {kinds[1]!r}: "
             "a label is a class"
         )
+    _speak_of_measured(kinds, what)
     label_of = {kind: label for label, kind in enumerate(kinds)}
     return np.array([label_of[value] for value in values]), tuple(map(str, kinds))
 
 
-MOST_CLASSES = 1000
+def _speak_of_measured(kinds: Sequence[Any], what: str) -> None:
+    """Fractions that are many are refused; whole numbers written like them (3.0) may be meant."""
+    written = [kind for kind in kinds if _order(kind)[0] == 0 and not _is_whole(str(kind))]
+    if len(written) <= MOST_MEASURED:
+        return
+    text = f"{what} has {len(written):,} different values such as {written[0]} and {written[1]}"
+    if any(float(kind) % 1 for kind in written):
+        raise DataError(f"{text}, {NO_MEASUREMENT}")
+    say_once(f"{text}, {NO_MEASUREMENT}")
+
+
+def _is_whole(text: str) -> bool:
+    return text.strip().lstrip("+-").isdecimal()
 
 
 def _order(value: Any) -> tuple[Any, ...]:

@@ -10,8 +10,11 @@ feature for each word, 0 or 1.
 from __future__ import annotations
 
 import csv
+import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Literal
 
@@ -20,7 +23,15 @@ import numpy as np
 from perfed.core.errors import ConfigError, DataError, did_you_mean
 from perfed.core.schema import option
 from perfed.data.datasets import Unlabeled, datasets
-from perfed.data.sources import Contents, Places, content_hash, named_labels
+from perfed.data.opening import open_file
+from perfed.data.sources import (
+    LARGEST,
+    TOO_LARGE,
+    Contents,
+    Places,
+    content_hash,
+    named_labels,
+)
 
 MOST_WORDS = 1000  # in a column; more are names, and no categories
 
@@ -180,10 +191,10 @@ def _encoded(features: Sequence[Feature], sheets: Sequence[Sheet]) -> np.ndarray
 
 
 def read_sheet(path: Path, separator: str = ",") -> Sheet:
-    if not path.is_file():
+    if not path.exists():
         raise DataError(f"no such file: {str(path)!r}")
     try:
-        with open(path, encoding="utf-8-sig", newline="") as file:
+        with TextIOWrapper(open_file(path), encoding="utf-8-sig", newline="") as file:
             return _read_rows(path, csv.reader(file, delimiter=separator, strict=True))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{path} cannot be read: {error}") from None
@@ -193,8 +204,9 @@ def _read_rows(path: Path, rows: Iterator[list[str]]) -> Sheet:
     header = [name.strip() for name in next(rows, [])]
     if not any(header):
         raise DataError(f"{path} is empty: the first line must name the columns")
+    counts = Counter(header)
     for name in header:
-        if not name or header.count(name) > 1:
+        if not name or counts[name] > 1:
             fault = f"is named '{name}', like another" if name else "has no name"
             raise DataError(f"{path}: column {header.index(name) + 1} {fault}")
     cells: list[list[str]] = []
@@ -216,8 +228,9 @@ def _read_rows(path: Path, rows: Iterator[list[str]]) -> Sheet:
 
 
 def is_number(cell: str) -> bool:
+    """Also where it is too large for a float (1e999), but not for words such as 'inf'."""
     try:
-        return bool(np.isfinite(float(cell)))
+        return math.isfinite(float(cell)) or any(sign.isdigit() for sign in cell)
     except ValueError:
         return False
 
@@ -227,10 +240,20 @@ def numbers(sheet: Sheet, name: str) -> np.ndarray:
     cells = sheet.columns[name]
     bad = next((row for row, cell in enumerate(cells) if not is_number(cell)), None)
     if bad is None:
-        return np.array([float(cell) for cell in cells])
+        return _in_range(sheet, name, np.array([float(cell) for cell in cells]))
     if not cells[bad]:
         raise DataError(f"{sheet.cell(bad, name)} is empty")
     raise DataError(
         f"{sheet.cell(bad, name)}: {cells[bad]!r} is not a number; "
         "if the column holds categories, list it under 'categories'"
+    )
+
+
+def _in_range(sheet: Sheet, name: str, values: np.ndarray) -> np.ndarray:
+    large = np.flatnonzero(np.abs(values) > LARGEST)
+    if not len(large):
+        return values
+    raise DataError(
+        f"{sheet.cell(large[0], name)}: {sheet.columns[name][large[0]]} {TOO_LARGE}: "
+        "scale the column down, or list it under 'ignore'"
     )

@@ -24,7 +24,7 @@ from perfed.data import (
 from perfed.data.datasets import scaled
 from perfed.data.federation import SMALLEST_CLIENT, split_client
 from perfed.data.partition import Given
-from perfed.data.readers import read_arrays
+from perfed.data.readers import read_array, read_arrays
 from perfed.data.sources import checked_samples
 from perfed.flower.protocol import public_hash
 from perfed.models import Architecture
@@ -298,7 +298,7 @@ def _read_array(file: str, name: str) -> np.ndarray:
     path = Path(file).expanduser()
     try:
         if path.suffix == ".npy":
-            return np.asarray(np.load(path, allow_pickle=False))
+            return read_array(path)
         arrays = read_arrays(path)
     except (DataError, OSError, ValueError, EOFError) as error:
         raise ConfigError(f"cannot read {file}: {error}", name) from None
