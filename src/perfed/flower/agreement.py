@@ -140,6 +140,12 @@ def sends_no_weights(algorithm: Algorithm) -> bool:
     return up is not None and not networks(up)
 
 
+def sending_weights() -> list[str]:
+    """Those of perfed's own algorithms that a site must list."""
+    own = sorted(built_in_names("algorithms"))
+    return [name for name in own if not sends_no_weights(algorithms.build(name))]
+
+
 def built_in_names(kind: str) -> set[str]:
     """Not those that a file has added which was imported in this process."""
     if kind == "metrics":
