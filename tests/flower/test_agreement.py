@@ -5,19 +5,20 @@ from __future__ import annotations
 import contextlib
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 import yaml
-from flwr.app import ConfigRecord, RecordDict
+from flwr.app import ConfigRecord, Context, RecordDict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perfed.core.algorithm import algorithms
 from perfed.core.errors import ConfigError
 from perfed.core.message import Message
-from perfed.flower import codec
+from perfed.flower import client_app, codec
 from perfed.flower.agreement import Agreement, built_in_names, sends_no_weights
 from perfed.flower.protocol import FIRST, JOIN, ROUND, Envelope, Header, Refused
 from perfed.flower.site import IDLE_RUNS, Site
@@ -169,9 +170,9 @@ def test_a_name_that_a_file_has_registered_is_not_perfeds_own(folder: Path) -> N
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        (training(steps=10**7), "10000000 steps a round, at most 1000; agrees: {steps: 10000000}"),
+        (training(steps=10**7), "10000000 steps a round, at most 10000; agrees: {steps: 10000000}"),
         (training(steps=10**9), "1000000000 steps a round"),
-        (training(epochs=10**6), "steps a round, at most 1000; agrees: {steps: "),
+        (training(epochs=10**6), "steps a round, at most 10000; agrees: {steps: "),
         (training(epochs=10**4200), "1000000000000000000 steps a round"),
         (training(batch_size=10**8), "100000000 samples a step, at most 1024"),
         (training(public_batch_size=2**63), "samples a step, at most 1024; agrees: {batch_size: "),
@@ -195,12 +196,12 @@ def test_a_limit_holds_before_anything_is_made(
 def test_steps_of_an_algorithms_own_are_limited_too(folder: Path) -> None:
     here = site(folder, agrees={"algorithms": ["per-fedavg"]})
     asked = plan(algorithm={"name": "per-fedavg", "adaptation_steps": 10**9})
-    assert "1000000000 steps a round, at most 1000" in invited(here, asked).refusal
+    assert "1000000000 steps a round, at most 10000" in invited(here, asked).refusal
 
 
 def test_a_site_may_agree_to_more(folder: Path) -> None:
-    refusal = invited(site(folder), training(steps=2000)).refusal
-    assert not invited(site(folder, **allowed_by(refusal)), training(steps=2000)).refusal
+    refusal = invited(site(folder), training(steps=20000)).refusal
+    assert not invited(site(folder, **allowed_by(refusal)), training(steps=20000)).refusal
 
 
 def test_a_run_has_the_rounds_that_were_agreed_to(folder: Path) -> None:
@@ -228,6 +229,20 @@ def test_a_large_message_is_refused_before_a_tensor_is_made(
     monkeypatch.setattr("perfed.core.tensorfile.decode", None)
     with pytest.raises(Refused, match=r"a message of 40\d\d bytes: must be at most 2000"):
         codec.decode(records, 2000)
+
+
+def test_the_app_at_a_site_asks_the_sites_file_first(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = site(folder, agrees={"bytes_in": 2000})
+    task = Envelope(header(here, ROUND, 0), Message(x=torch.zeros(1000)))
+    sent: Any = SimpleNamespace(content=codec.encode(task))
+    context = Context(1, 1, {"site": str(folder / "site-0.yaml")}, RecordDict(), {})
+    monkeypatch.setattr("perfed.core.tensorfile.decode", None)
+    monkeypatch.setattr(Site, "answer", None)
+    monkeypatch.setattr(client_app, "FlowerMessage", lambda content, reply_to: content)
+    answer = codec.decode(cast(RecordDict, client_app.answer(sent, context)))
+    assert "bytes: must be at most 2000" in answer.refusal
 
 
 # 26 (with 25): what is not declared is not trained on.

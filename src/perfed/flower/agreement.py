@@ -52,7 +52,7 @@ class Agreement(Options):
     schedules: tuple[str, ...] = option((), "schedules that are not perfed's")
     metrics: tuple[str, ...] = option((), "metrics that are not perfed's")
     networks: tuple[str, ...] = option((), "networks in an algorithm that are not perfed's")
-    steps: int = option(1000, "most training steps in a round, also where it counts epochs", ge=1)
+    steps: int = option(10_000, "most training steps in a round, also where it counts epochs", ge=1)
     batch_size: int = option(1024, "most samples in a step, private or public", ge=1)
     rounds: int = option(10_000, "most rounds", ge=1)
     clients: int = option(10_000, "most clients in the run", ge=1)

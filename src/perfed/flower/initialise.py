@@ -109,7 +109,7 @@ public:
 # 'my_file.py:Name'; no other file or module that a coordinator names is ever imported.
 agrees:
   algorithms: [{algorithms}]
-  steps: 1000         # most training steps in a round
+  steps: 10000        # most training steps in a round
   batch_size: 1024    # most samples in a step
   rounds: 10000
   clients: 10000
