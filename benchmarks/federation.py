@@ -100,6 +100,7 @@ def write_federation(folder: Path, setting: dict[str, Any]) -> None:
         data = {"name": "npz", "path": "samples.npz"}
         site = common | {"client": client, "run": "bench", "state": f"state-{client}"}
         site |= {"model": model, "alone": False, "device": "cpu"}
+        site |= {"agrees": {"algorithms": [setting["algorithm"]["name"]]}}
         site |= {"data": {"dataset": data, "partition": "iid", "clients": 3}}
         (folder / f"site-{client}.yaml").write_text(dump_yaml(site))
     (folder / "app").mkdir()

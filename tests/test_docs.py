@@ -12,7 +12,9 @@ import pytest
 import yaml
 
 import perfed
+from perfed.core.schema import to_mapping
 from perfed.flower import initialise
+from perfed.flower.agreement import Agreement
 from perfed.flower.settings import SiteOptions
 from tests import warm
 from tests.pages import blocks, play
@@ -188,9 +190,10 @@ def test_the_guide_starts_a_federation_as_init_says(tls: bool, tmp_path: Path) -
 
 
 def test_the_guides_yaml_and_units_are_what_is_read() -> None:
-    (text,) = code("docs/federation.md", "yaml")
+    text, agreed = code("docs/federation.md", "yaml")
     written = yaml.safe_load(text)
     assert set(written) <= {field.name for field in fields(SiteOptions)}
+    assert yaml.safe_load(agreed) == {"agrees": to_mapping(Agreement())}  # "without this section"
     for unit in code("docs/federation.md", "ini"):
         parser = configparser.ConfigParser(strict=False, interpolation=None)
         parser.read_string(unit)

@@ -55,9 +55,27 @@ def write_federation(
             "split": SPLIT,
             "public": public,
             "device": "cpu",
+            "agrees": agreed(experiment),
         }
         write_site(folder, site)
     return folder
+
+
+def agreed(experiment: dict[str, Any]) -> dict[str, Any]:
+    """What a site must list to take part: the algorithm, and all that is not perfed's own."""
+
+    def names(*values: Any) -> list[str]:
+        return [value if isinstance(value, str) else value["name"] for value in values]
+
+    training = experiment["training"]
+    listed = {
+        "algorithms": names(experiment["algorithm"]),
+        "stages": names(*experiment.get("wire", ())),
+        "metrics": list(experiment.get("metrics", ())),
+        "optimizers": names(training.get("optimizer", "sgd")),
+        "schedules": names(training.get("schedule", "constant")),
+    }
+    return {kind: found for kind, found in listed.items() if found}
 
 
 def write_site(folder: Path, values: dict[str, Any], name: str | None = None) -> Path:

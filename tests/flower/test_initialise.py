@@ -6,6 +6,7 @@ import re
 import ssl
 import stat
 import sys
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,12 @@ from cryptography.hazmat.primitives.serialization import (
 
 from perfed import cli
 from perfed.core.errors import ConfigError, PerfedError
+from perfed.flower.agreement import Agreement, built_in_names
 from perfed.flower.coordinator import coordinate
 from perfed.flower.initialise import check_coordinator, check_site, initialise, require_flower
-from perfed.flower.settings import read_coordinator
+from perfed.flower.settings import read_coordinator, read_site
 from tests.flower.setting import desk
+from tests.flower.test_site import PLAN
 
 
 def test_what_is_written_is_a_federation_that_runs(tmp_path: Path) -> None:
@@ -41,6 +44,14 @@ def test_what_is_written_is_a_federation_that_runs(tmp_path: Path) -> None:
     result = coordinate(folder / "coordinator.yaml", desk(folder), [].append)
     assert result.summary["finished"]
     assert result.per_client()["architecture"].nunique() == 3
+
+
+def test_its_sites_work_with_every_algorithm_and_say_the_defaults(tmp_path: Path) -> None:
+    initialise(tmp_path / "f", 1, tls=False, hosts=[])
+    agrees = read_site(tmp_path / "f" / "site-0.yaml").agrees
+    assert replace(agrees, algorithms=()) == Agreement()
+    for name in built_in_names("algorithms"):
+        assert agrees.plan(PLAN.to_mapping() | {"algorithm": name}, 50)
 
 
 def test_every_option_with_a_comment_is_one(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from flwr.clientapp import ClientApp
 
 from perfed.core.errors import PerfedError
 from perfed.flower import codec
-from perfed.flower.protocol import Envelope, Header
+from perfed.flower.protocol import Envelope, Header, one_line
+from perfed.flower.settings import read_site
 from perfed.flower.site import Site
 
 app = ClientApp()
@@ -23,12 +24,14 @@ app = ClientApp()
 def answer(message: FlowerMessage, context: Context) -> FlowerMessage:
     task = Envelope(Header("?", "?", -1, "?"))
     try:
-        task = codec.decode(message.content)
-        site = Site.open(Path(str(context.node_config.get("site", "site.yaml"))), _say)
-        reply = site.answer(task)
+        path = Path(str(context.node_config.get("site", "site.yaml")))
+        options = read_site(path)
+        task = codec.decode(message.content, options.agrees.bytes_in)
+        reply = Site(options, path.absolute().parent, _say).answer(task)
     except PerfedError as error:
-        _say(f"refused: {error}")
-        reply = task.refuse(str(error))
+        reason = one_line(str(error))
+        _say(f"refused: {reason}")
+        reply = task.refuse(reason)
     except Exception as error:  # the site's own model or data: the details stay at the site
         traceback.print_exc()
         reply = task.refuse(f"failed with {type(error).__name__}; its log says more")

@@ -39,6 +39,7 @@ from perfed.flower.numbers import (
     columns_of,
     numbers_in,
 )
+from perfed.flower.plan import Plan
 from perfed.flower.protocol import (
     EVALUATE,
     FIRST,
@@ -52,7 +53,6 @@ from perfed.flower.protocol import (
 )
 from perfed.flower.server_networks import ServerNetworks
 from perfed.flower.settings import CoordinatorOptions, read_coordinator
-from perfed.flower.site import Plan
 from perfed.runs.coordinator import (
     Callback,
     Coordinator,

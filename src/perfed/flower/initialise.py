@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 from perfed.core.errors import ConfigError, RunError, shape_text
+from perfed.flower.agreement import sending_weights
 from perfed.flower.protocol import public_hash
 from perfed.flower.settings import read_coordinator
 from perfed.flower.site import Site
@@ -102,6 +103,20 @@ public:
   dataset: {{name: digits, public: 400}}
   hash: {hash}
 
+# What a coordinator may ask of this site; all else is refused, and the refusal says which line
+# here would allow it. Algorithms that send no weights need not be listed. To try things out, those
+# that do are listed too: with real data, delete those that you do not agree to. Your own goes by
+# 'my_file.py:Name'; no other file or module that a coordinator names is ever imported.
+agrees:
+  algorithms: [{algorithms}]
+  steps: 10000        # most training steps in a round
+  batch_size: 1024    # most samples in a step
+  rounds: 10000
+  clients: 10000
+  learning_rate: 1.0
+  bytes_in: 67108864  # most bytes of one message that comes, and of one that leaves
+  bytes_out: 67108864
+
 alone: true           # train a copy without the federation too, to see what is gained
 device: auto          # cpu, cuda, cuda:1, …
 """
@@ -173,6 +188,7 @@ def _write(draft: Path, folder: Path, sites: int) -> None:
             groups=min(2, sites),
             sites=sites,
             hash=public_hash(public),
+            algorithms=", ".join(sending_weights()),
         )
         _put(draft / f"site-{client}.yaml", text)
 

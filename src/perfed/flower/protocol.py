@@ -16,6 +16,7 @@ PROTOCOL = 2
 """Raised whenever the two sides would no longer understand each other."""
 
 JOIN, FIRST, ROUND, EVALUATE = "join", "first", "round", "evaluate"
+LONGEST_REASON = 500  # characters
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,22 @@ def check_same_protocol(theirs: Header, who: str) -> None:
 def check_same_public_set(theirs: Header, ours: str, who: str) -> None:
     if theirs.public != ours:
         raise Refused(f"the public set of {who} is {theirs.public}, the one here is {ours}")
+
+
+def check_kind(task: Header) -> None:
+    """That it is a task, in a round that there can be."""
+    first = {JOIN: -1, FIRST: -1, ROUND: 0, EVALUATE: -1}
+    last = {JOIN: -1, FIRST: -1}
+    if task.kind not in first:
+        raise Refused(f"'{task.kind}' is no task")
+    if task.round < first[task.kind] or task.round > last.get(task.kind, task.round):
+        raise Refused(f"there is no '{task.kind}' in round {task.round}")
+
+
+def one_line(text: str) -> str:
+    """What another machine had a part in, for a log: short, and without control characters."""
+    shown = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+    return shown if len(shown) <= LONGEST_REASON else f"{shown[:LONGEST_REASON]} …"
 
 
 def check_answer(task: Header, answer: Envelope) -> None:

@@ -26,6 +26,7 @@ from perfed.data.federation import SMALLEST_CLIENT, split_client
 from perfed.data.partition import Given
 from perfed.data.readers import read_array, read_arrays
 from perfed.data.sources import checked_samples
+from perfed.flower.agreement import Agreement
 from perfed.flower.protocol import public_hash
 from perfed.models import Architecture
 
@@ -151,6 +152,7 @@ class SiteOptions(Options):
         Split(train=(0.6,), validation=0.1, test=0.3), "shares for train, validation and test"
     )
     public: PublicSet = option(PublicSet(), "the public set")
+    agrees: Agreement = option(Agreement(), "what a coordinator may ask of this site")
     alone: bool = option(True, "also train a copy without the federation, to see what is gained")
     device: str = option("auto", "cpu, cuda, cuda:1, …; auto: a GPU if there is one")
 

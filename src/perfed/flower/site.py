@@ -19,10 +19,10 @@ import json
 import re
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import chdir, contextmanager
+from contextlib import chdir, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,27 +30,28 @@ from torch import Tensor
 
 from perfed.config import Training
 from perfed.core import tensorfile
-from perfed.core.algorithm import Algorithm, Client, algorithms, reference_algorithm
+from perfed.core.algorithm import Algorithm, Client, reference_algorithm
 from perfed.core.errors import ConfigError, Diverged, PerfedError, RunError, shape_text
 from perfed.core.message import Message
-from perfed.core.metrics import known_metric
-from perfed.core.schema import from_mapping, plain
 from perfed.core.threads import cpu_threads
 from perfed.core.tree import flatten, unflatten
-from perfed.core.wire import Link, Stage, stages
+from perfed.core.wire import Link
 from perfed.data import ClientSplit, Federation
 from perfed.engines import ClientRecord, Execution, Outcome, Population, SequentialEngine
 from perfed.engines.base import Method
 from perfed.engines.execution import fitting_threads
 from perfed.flower.numbers import Numbers
+from perfed.flower.plan import Plan
 from perfed.flower.protocol import (
     EVALUATE,
     FIRST,
     JOIN,
     Envelope,
     Refused,
+    check_kind,
     check_same_protocol,
     check_same_public_set,
+    one_line,
     public_hash,
 )
 from perfed.flower.settings import SiteOptions, read_site
@@ -59,37 +60,10 @@ from perfed.runs.coordinator import check_finite, diverged
 from perfed.runs.result import headline
 
 SPLIT_PARTS = ("train", "validation", "test")
+CHECKPOINT, PERSONAL, REPORT = "checkpoint.safetensors", "personal.safetensors", "report.jsonl"
+IDLE_RUNS = 10
+"""How many runs that it never trained in a site remembers."""
 BEFORE_ALL = -2  # the last round of a site that has done none; the opening is −1
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a site must know of the experiment."""
-
-    name: str
-    seed: int
-    clients: int
-    rounds: int
-    classes: int
-    initial: Literal["common", "own"]
-    training: Training
-    algorithm: Algorithm
-    metrics: tuple[str, ...] = ()
-    wire: tuple[Stage, ...] = ()
-
-    def to_mapping(self) -> dict[str, Any]:
-        return {name: plain(value) for name, value in vars(self).items()}
-
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, Any]) -> Plan:
-        training = from_mapping(Training, values["training"])
-        algorithm = algorithms.build(values["algorithm"])
-        metrics = tuple(values.get("metrics", ()))
-        for path in metrics:
-            known_metric(path)
-        wire = tuple(map(stages.build, values["wire"]))
-        made = {"training": training, "algorithm": algorithm, "metrics": metrics, "wire": wire}
-        return cls(**{**values, **made})
 
 
 @dataclass
@@ -132,6 +106,19 @@ class Checkpoint:
         own, alone = records.get("own"), records.get("alone")
         return cls(round, own, alone, Message.from_arrays(answer), facts)
 
+    @staticmethod
+    def trained(path: Path) -> bool:
+        """Whether there is a round in it; the header says so. What cannot be read counts as one:
+        it is not to be deleted."""
+        if not path.is_file():
+            return False
+        try:
+            with open(path, "rb") as file:
+                length = min(int.from_bytes(file.read(8), "little"), tensorfile.FILE.header)
+                return int(json.loads(file.read(length))["__metadata__"]["round"]) >= 0
+        except (OSError, *tensorfile.MALFORMED):
+            return True
+
 
 class _Speaks(Algorithm):
     """What a client says about the public set, before any training."""
@@ -165,17 +152,18 @@ class Site:
         try:
             with chdir(self.folder), self._alone_here():
                 self._check(task)
-                if task.header.kind == JOIN:
-                    return self._join(task)
-                return self._work(task)
+                reply = self._join(task) if task.header.kind == JOIN else self._work(task)
+                self.options.agrees.check_size(reply.message, "out")
+                return reply
         except PerfedError as error:
-            self.say(f"refused: {error}")
-            return task.refuse(str(error))
+            reason = one_line(str(error))
+            self.say(f"refused: {reason}")
+            return task.refuse(reason)
 
     # Joining.
 
     def _join(self, task: Envelope) -> Envelope:
-        plan = Plan.from_mapping(task.facts["plan"])
+        plan = self._agreed(task.facts.get("plan"))
         options = self.options
         if plan.name != options.run:
             raise Refused(f"this site takes part in '{options.run}', not in '{plan.name}'")
@@ -208,10 +196,37 @@ class Site:
         path = self._run_folder(task) / "plan.json"
         content = json.dumps(plan.to_mapping(), indent=1)
         # Parsed, so that options that were not there then have their defaults.
-        if path.is_file() and Plan.from_mapping(json.loads(path.read_text("utf-8"))) != plan:
+        if path.is_file() and self._read_plan(path) != plan:
             raise Refused(f"{task.header.run} was begun with another configuration")
         path.parent.mkdir(parents=True, exist_ok=True)
         tensorfile.write_atomically(path, f"{content}\n".encode())
+        self._forget_invitations(path)
+
+    def _read_plan(self, path: Path) -> Plan:
+        """Measured again by what this site agrees to, which may have become less."""
+        try:
+            values = json.loads(path.read_text("utf-8"))
+        except ValueError as error:
+            raise RunError(f"{path} is corrupt: {error}") from None
+        return self._agreed(values)
+
+    def _agreed(self, plan: Any) -> Plan:
+        return self.options.agrees.plan(plan, len(self.split.train))
+
+    def _forget_invitations(self, newest: Path) -> None:
+        """Of runs that this site has never trained in, few are kept: whoever invites it a
+        thousand times must not fill its disk."""
+        idle = [
+            plan
+            for plan in self.state.glob("*/plan.json")
+            if plan != newest and not Checkpoint.trained(plan.with_name(CHECKPOINT))
+        ]
+        idle.sort(key=lambda plan: plan.stat().st_mtime_ns)
+        for plan in idle[: -(IDLE_RUNS - 1)]:
+            for name in (CHECKPOINT, PERSONAL, REPORT, plan.name):
+                plan.with_name(name).unlink(missing_ok=True)
+            with suppress(OSError):  # somebody keeps something else there
+                plan.parent.rmdir()
 
     def _identity(self) -> str:
         """A name of its own for this folder; a copied configuration does not have it."""
@@ -228,7 +243,9 @@ class Site:
         path = self._run_folder(task) / "plan.json"
         if not path.is_file():
             raise Refused(f"this site has not joined {header.run}")
-        plan = Plan.from_mapping(json.loads(path.read_text("utf-8")))
+        plan = self._read_plan(path)
+        if header.round >= plan.rounds:
+            raise Refused(f"round {header.round}: this run has {plan.rounds}, from 0")
         before = self._checkpoint(task)
         population = self._population(plan, plan.algorithm, before.record)
         if header.kind == EVALUATE:
@@ -281,7 +298,7 @@ class Site:
             if after.record is not None:
                 population.commit({self.options.client: after.record})
             after.facts["numbers"], model = self._judge(population, after.round, Message())
-        after.save(self._run_folder(task) / "checkpoint.safetensors")
+        after.save(self._run_folder(task) / CHECKPOINT)
         if judge:
             self._report(task, plan, after, after.facts["numbers"], model)
 
@@ -314,7 +331,7 @@ class Site:
         """For the people at this site: what they have, and what they would have alone."""
         folder = self._run_folder(task)
         if model:
-            tensorfile.save(folder / "personal.safetensors", model)
+            tensorfile.save(folder / PERSONAL, model)
         line: dict[str, Any] = {"round": task.header.round, **headline(numbers)}
         text = f"round {task.header.round}: accuracy {100 * line['test_accuracy']:.1f} %"
         if checkpoint.alone is not None:
@@ -325,7 +342,7 @@ class Site:
                 f" with the federation, {100 * line['alone_test_accuracy']:.1f} % alone "
                 f"({100 * line['gain']:+.1f})"
             )
-        with open(folder / "report.jsonl", "a", encoding="utf-8") as file:
+        with open(folder / REPORT, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         self.say(text)
 
@@ -395,6 +412,8 @@ class Site:
     def _check(self, task: Envelope) -> None:
         check_same_protocol(task.header, "the coordinator")
         check_same_public_set(task.header, self.public, "the coordinator")
+        check_kind(task.header)
+        self.options.agrees.check_size(task.message, "in")
 
     def _population(
         self, plan: Plan, algorithm: Algorithm, record: ClientRecord | None
@@ -426,7 +445,7 @@ class Site:
         return population
 
     def _checkpoint(self, task: Envelope) -> Checkpoint:
-        return Checkpoint.load(self._run_folder(task) / "checkpoint.safetensors", self.device)
+        return Checkpoint.load(self._run_folder(task) / CHECKPOINT, self.device)
 
     def _run_folder(self, task: Envelope) -> Path:
         if not re.fullmatch(r"[\w.+=-]{1,140}", task.header.run) or task.header.run[0] == ".":
