@@ -129,6 +129,19 @@ def test_a_run_that_does_not_fit_is_not_joined(
     assert reason in join(site(folder, 2), replace(PLAN, **changes)).refusal
 
 
+def test_a_plan_of_the_first_version_is_still_that_plan(folder: Path) -> None:
+    """It had a decay where a schedule is now, and neither rounds nor a wire nor metrics."""
+    path = folder / "state-0" / "trial-1" / "plan.json"
+    new = {"schedule", "optimizer", "optimizer_state", "epochs", "augment"}
+    old = {k: v for k, v in PLAN.to_mapping().items() if k not in ("rounds", "wire", "metrics")}
+    training = {k: v for k, v in old["training"].items() if k not in new}
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(old | {"training": training | {"decay": 0.0}}))
+    assert not join(site(folder)).refusal
+    path.write_text(json.dumps(old | {"training": training | {"decay": 0.5}}))
+    assert "another configuration" in join(site(folder)).refusal
+
+
 def test_a_run_cannot_change_its_plan(folder: Path) -> None:
     join(site(folder))
     assert "another configuration" in join(site(folder), replace(PLAN, seed=1)).refusal

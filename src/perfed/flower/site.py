@@ -195,19 +195,22 @@ class Site:
     def _write_plan(self, task: Envelope, plan: Plan) -> None:
         path = self._run_folder(task) / "plan.json"
         content = json.dumps(plan.to_mapping(), indent=1)
-        # Parsed, so that options that were not there then have their defaults.
-        if path.is_file() and self._read_plan(path) != plan:
+        # Parsed, so that options that were not there then have their defaults; a plan of perfed's
+        # first version did not say how many rounds there are.
+        if path.is_file() and self._read_plan(path, {"rounds": plan.rounds}) != plan:
             raise Refused(f"{task.header.run} was begun with another configuration")
         path.parent.mkdir(parents=True, exist_ok=True)
         tensorfile.write_atomically(path, f"{content}\n".encode())
         self._forget_invitations(path)
 
-    def _read_plan(self, path: Path) -> Plan:
+    def _read_plan(self, path: Path, missing: Mapping[str, Any] | None = None) -> Plan:
         """Measured again by what this site agrees to, which may have become less."""
         try:
             values = json.loads(path.read_text("utf-8"))
         except ValueError as error:
             raise RunError(f"{path} is corrupt: {error}") from None
+        if isinstance(values, dict):
+            values = {**(missing or {}), **values}
         return self._agreed(values)
 
     def _agreed(self, plan: Any) -> Plan:
