@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Annotated
 
+import torch
 import typer
 
 import perfed
@@ -75,3 +76,15 @@ def main() -> None:
     except OSError as error:  # a full disk, a directory one may not write to
         print(f"perfed: {error}", file=sys.stderr)
         sys.exit(2)
+    except (MemoryError, RuntimeError) as error:
+        if not _is_shortage(error):
+            raise
+        hint = "fewer clients, smaller batches or networks, or --store-limit"
+        print(f"perfed: not enough memory: {hint}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _is_shortage(error: Exception) -> bool:
+    """PyTorch has an error of its own for a GPU's memory, and none for the CPU's."""
+    kinds = (MemoryError, torch.OutOfMemoryError)
+    return isinstance(error, kinds) or "can't allocate memory" in str(error)

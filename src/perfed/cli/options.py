@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from perfed.cli import completion
-from perfed.config import load_yaml
-from perfed.core.errors import ConfigError
+from perfed.config import MOST_SEEDS, load_yaml
+from perfed.core.errors import ConfigError, cut
 from perfed.core.schema import from_mapping
 from perfed.engines import Execution
 
@@ -124,13 +124,19 @@ def parse_seeds(text: str) -> list[int]:
     try:
         for piece in text.split(","):
             low, dash, high = piece.partition("-")
-            seeds += range(int(low), int(high) + 1) if dash else [int(low)]
+            first = int(low)
+            last = int(high) if dash else first
+            if last - first + len(seeds) >= MOST_SEEDS:
+                raise ConfigError(f"'{cut(text)}' is more than {MOST_SEEDS:,} seeds", "--seeds")
+            seeds += range(first, last + 1)
     except ValueError:
-        raise ConfigError(f"'{text}' is not a list of whole numbers, as 0,1,2", "--seeds") from None
+        raise ConfigError(
+            f"'{cut(text)}' is not a list of whole numbers, as 0,1,2", "--seeds"
+        ) from None
     if not seeds:
-        raise ConfigError(f"there is no seed in {text}: the lower one comes first", "--seeds")
+        raise ConfigError(f"there is no seed in {cut(text)}: the lower one comes first", "--seeds")
     if len(set(seeds)) < len(seeds):
-        raise ConfigError(f"a seed is there twice in {text}", "--seeds")
+        raise ConfigError(f"a seed is there twice in {cut(text)}", "--seeds")
     return seeds
 
 
