@@ -169,3 +169,14 @@ def test_json_without_pyyaml(monkeypatch: pytest.MonkeyPatch) -> None:
     for text in ("[" * 100_000, "9" * 5000):
         with pytest.raises(ConfigError, match="is not JSON"):
             load_yaml(text, "it")
+
+
+@pytest.mark.parametrize(
+    "command", ["run", "compare", "tune", "reproduce costs", "report .", "export ."]
+)
+def test_no_path_is_not_the_working_directory(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], here: Path
+) -> None:
+    error = refusal(monkeypatch, capsys, *command.split(), "--out", "")
+    assert error.startswith("perfed: --out: '' is no path: name one")
+    assert not list(here.iterdir())

@@ -25,9 +25,24 @@ SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override one key, such as rounds=10."),
 ]
+
+
+def named_path(text: str) -> Path:
+    """A path that somebody has written: '' is the working directory to Python, and to its user a
+    variable that was not set."""
+    if not text:
+        raise ConfigError("'' is no path: name one, or write . for the working directory", "--out")
+    return Path(text)
+
+
 OutOption = Annotated[
     Path | None,
-    typer.Option("--out", help="The run directory; default: runs/<name>-<time>."),
+    typer.Option(
+        "--out",
+        parser=named_path,
+        metavar="PATH",
+        help="The run directory; default: runs/<name>-<time>.",
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the final summary as JSON only.")]
 EngineOption = Annotated[

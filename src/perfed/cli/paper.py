@@ -26,6 +26,7 @@ from perfed.cli.options import (
     SideBySideOption,
     WorkersOption,
     execution,
+    named_path,
     parse_algorithm,
     parse_numbers,
     parse_seeds,
@@ -60,7 +61,12 @@ def reproduce(
     ] = False,
     out: Annotated[
         Path | None,
-        typer.Option("--out", help="The folder; default: runs/paper, or runs/paper-quick."),
+        typer.Option(
+            "--out",
+            parser=named_path,
+            metavar="PATH",
+            help="The folder; default: runs/paper, or runs/paper-quick.",
+        ),
     ] = None,
     as_json: JsonOption = False,
     settings: Annotated[str | None, typer.Option(help="Tables: paper or tuned settings.")] = None,
@@ -159,7 +165,12 @@ def tune(
     set_: SetOption = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", help="The folder; default: tune-<name>-<algorithm> in runs/."),
+        typer.Option(
+            "--out",
+            parser=named_path,
+            metavar="PATH",
+            help="The folder; default: tune-<name>-<algorithm> in runs/.",
+        ),
     ] = None,
     as_json: JsonOption = False,
     shard: ShardOption = "1/1",
