@@ -192,12 +192,18 @@ def test_list_names_everything_with_a_meaning(
 INTERRUPTIBLE = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 from perfed.cli import main
 main()
 """
 
 
-def test_ctrl_c_leaves_a_resumable_run_and_says_how(
+@pytest.mark.parametrize(
+    ("number", "times"), [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGHUP, 2)]
+)
+def test_a_signal_leaves_a_resumable_run_and_says_how(
+    number: signal.Signals,
+    times: int,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
@@ -213,9 +219,10 @@ def test_ctrl_c_leaves_a_resumable_run_and_says_how(
     log = folder / "rounds.jsonl"
     while process.poll() is None and not (log.exists() and log.read_text().count("\n") > 3):
         time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
+    for _ in range(times):
+        process.send_signal(number)
     _, error = process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode == 128 + number
     assert error.count("stopping after this round; Ctrl-C again stops at once") == 1
     assert error.splitlines()[-1] == f"interrupted; continue with: perfed run --resume {folder}"
     done = log.read_text().count("\n") - 1  # without the initial set's line

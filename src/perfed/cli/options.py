@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import signal
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +16,7 @@ from perfed.config import MOST_SEEDS, load_yaml
 from perfed.core.errors import ConfigError, cut
 from perfed.core.schema import from_mapping
 from perfed.engines import Execution
+from perfed.runs.stopping import Stopped
 
 FileArgument = Annotated[
     str | None,
@@ -119,6 +123,17 @@ def execution(
         return from_mapping(Execution, values)
     except ConfigError as error:
         raise ConfigError(error.message, "--" + error.where.replace("_", "-")) from None
+
+
+def tell(line: str) -> None:
+    """On stderr, where there still is one: a closed terminal is a reason to be here."""
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr)
+
+
+def exit_code(stop: KeyboardInterrupt) -> int:
+    """As shells have it: 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP."""
+    return 128 + (stop.number if isinstance(stop, Stopped) else signal.SIGINT)
 
 
 def parse_algorithm(text: str) -> dict[str, Any]:

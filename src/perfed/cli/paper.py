@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,10 +25,12 @@ from perfed.cli.options import (
     SideBySideOption,
     WorkersOption,
     execution,
+    exit_code,
     named_path,
     parse_algorithm,
     parse_numbers,
     parse_seeds,
+    tell,
 )
 from perfed.config import load_yaml, overridden
 from perfed.core import layout
@@ -227,9 +228,9 @@ def _run_study(
     with Display(study.folder) as display:
         try:
             study.run(how, [display], Shard.parse(shard), seconds, side_by_side)
-        except KeyboardInterrupt:
-            print("\ninterrupted; the same command goes on", file=sys.stderr)
-            raise typer.Exit(130) from None
+        except KeyboardInterrupt as stop:
+            tell("\ninterrupted; the same command goes on")
+            raise typer.Exit(exit_code(stop)) from None
 
 
 def _parse_grid(texts: Sequence[str]) -> dict[str, list[Any]]:

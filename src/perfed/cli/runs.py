@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,8 +28,10 @@ from perfed.cli.options import (
     WandbOption,
     WorkersOption,
     execution,
+    exit_code,
     parse_algorithm,
     parse_seeds,
+    tell,
 )
 from perfed.config import Comparison, Experiment, overridden, parse
 from perfed.core.errors import ConfigError, Diverged
@@ -145,11 +146,11 @@ def _execute(
             else:
                 assert path is not None
                 result = perfed.resume(path, **common)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         if display.folder and any((display.folder / name).is_file() for name in BEGUN):
             where = display.folder
-            print(f"\ninterrupted; continue with: perfed run --resume {where}", file=sys.stderr)
-        raise typer.Exit(130) from None
+            tell(f"\ninterrupted; continue with: perfed run --resume {where}")
+        raise typer.Exit(exit_code(stop)) from None
     _print_end(result, as_json)
 
 
