@@ -367,3 +367,56 @@ def test_training_and_resuming_need_only_torch_numpy_and_scikit_learn(tmp_path: 
     )
     assert done.returncode == 0, done.stderr
     assert "perfed-ckt (c=2, λ=2)" in done.stdout
+
+
+TALKATIVE = """
+import sys
+print("imported")
+
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, shape, classes):
+        super().__init__()
+        print("built")
+        self.last = nn.Linear(64, classes)
+
+    def forward(self, x):
+        print("called")
+        return self.last(x.flatten(1))
+
+class Leaves(Net):
+    def forward(self, x):
+        if self.training:
+            sys.exit(0)
+        return super().forward(x)
+"""
+
+
+def test_what_a_network_prints_is_not_among_the_json(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    config: Path,
+) -> None:
+    (tmp_path / "talkative.py").write_text(TALKATIVE)
+    monkeypatch.chdir(tmp_path)
+    arguments = ["run", config, "--set=rounds=1", "--set=models=talkative.py:Net", "--json"]
+    assert perfed(monkeypatch, *arguments) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["directory"]
+    assert {"imported", "built", "called"} <= set(said.err.splitlines())
+
+
+def test_a_network_that_ends_python_is_no_success(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    config: Path,
+) -> None:
+    (tmp_path / "leaves.py").write_text(TALKATIVE)
+    monkeypatch.chdir(tmp_path)
+    for engine in ("sequential", "stacked"):
+        arguments = ["run", config, "--set=models=leaves.py:Leaves", "--engine", engine]
+        assert perfed(monkeypatch, *arguments) == 2
+        assert "code of your own ended Python (sys.exit(0))" in capsys.readouterr().err

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import sys
 from collections.abc import Callable
 from typing import Annotated
@@ -14,7 +13,7 @@ import typer
 import perfed
 from perfed import bench as timing
 from perfed.cli import catalogue, configuration, data, doctor, federation, paper, report, runs
-from perfed.cli.options import DeviceOption, JsonOption
+from perfed.cli.options import DeviceOption, JsonOption, print_json
 from perfed.core.errors import PerfedError
 
 app = typer.Typer(
@@ -50,7 +49,10 @@ app.add_typer(federation.site, name="site")
 def bench(device: DeviceOption = "auto", as_json: JsonOption = False) -> None:
     """Time the engines on the same work: a minute or two."""
     result = timing.bench(device)
-    print(json.dumps(result, indent=1) if as_json else timing.render(result))
+    if as_json:
+        print_json(result, indent=1)
+    else:
+        print(timing.render(result))
 
 
 def _version(wanted: bool) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
+import click
 import typer
 
 from perfed.cli import completion
@@ -17,6 +19,8 @@ from perfed.core.errors import ConfigError, cut
 from perfed.core.schema import from_mapping
 from perfed.engines import Execution
 from perfed.runs.stopping import Stopped
+
+ANSWER = "perfed.answer"  # where a command with --json keeps what was stdout
 
 FileArgument = Annotated[
     str | None,
@@ -48,7 +52,32 @@ OutOption = Annotated[
         help="The run directory; default: runs/<name>-<time>.",
     ),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the final summary as JSON only.")]
+
+
+def _json_only(context: typer.Context, wanted: bool) -> bool:
+    """What a user's own network or data prints must not get among the JSON: while the command
+    goes on, what Python prints goes to stderr."""
+    if wanted:
+        context.meta[ANSWER] = sys.stdout
+        context.with_resource(contextlib.redirect_stdout(sys.stderr))
+    return wanted
+
+
+def print_json(value: Any, indent: int | None = None) -> None:
+    """The answer to --json, and all of it."""
+    text = json.dumps(value, indent=indent, allow_nan=False)
+    print(text, file=click.get_current_context().meta[ANSWER])
+
+
+JsonOption = Annotated[
+    bool,
+    typer.Option(
+        "--json",
+        callback=_json_only,
+        is_eager=True,
+        help="Print the final summary as JSON only.",
+    ),
+]
 EngineOption = Annotated[
     str,
     typer.Option(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -30,11 +29,12 @@ from perfed.cli.options import (
     parse_algorithm,
     parse_numbers,
     parse_seeds,
+    print_json,
     tell,
 )
 from perfed.config import load_yaml, overridden
 from perfed.core import layout
-from perfed.core.errors import ConfigError
+from perfed.core.errors import ConfigError, RunError, shown
 from perfed.core.layout import Table
 from perfed.engines import Execution
 from perfed.paper import tables as published_tables
@@ -124,7 +124,7 @@ def reproduce(
             published_tables.plot(chosen, result),
         )
     if as_json:
-        print(json.dumps(result))
+        print_json(result)
         return
     print(layout.text(shown))
     files = write_files(out, name, result, shown, figure)
@@ -206,7 +206,7 @@ def tune(
     _run_study(study, how, shard, seconds, side_by_side)
     result, shown = _write_trials(search, study)
     if as_json:
-        print(json.dumps(result))
+        print_json(result)
         return
     print(layout.text(shown))
     chosen = tuning.best(result).items()
@@ -228,6 +228,10 @@ def _run_study(
     with Display(study.folder) as display:
         try:
             study.run(how, [display], Shard.parse(shard), seconds, side_by_side)
+        except SystemExit as error:  # it would look like a study that has ended well
+            raise RunError(
+                f"code of your own ended Python (sys.exit({shown(error.code)}))"
+            ) from None
         except KeyboardInterrupt as stop:
             tell("\ninterrupted; the same command goes on")
             raise typer.Exit(exit_code(stop)) from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,10 +30,11 @@ from perfed.cli.options import (
     exit_code,
     parse_algorithm,
     parse_seeds,
+    print_json,
     tell,
 )
 from perfed.config import Comparison, Experiment, overridden, parse
-from perfed.core.errors import ConfigError, Diverged
+from perfed.core.errors import ConfigError, Diverged, RunError, shown
 from perfed.engines import Execution
 from perfed.report.trackers import trackers
 from perfed.runs import Callback, ComparisonResult, Result
@@ -146,6 +146,8 @@ def _execute(
             else:
                 assert path is not None
                 result = perfed.resume(path, **common)
+    except SystemExit as error:  # it would look like a run that has ended well
+        raise RunError(f"code of your own ended Python (sys.exit({shown(error.code)}))") from None
     except KeyboardInterrupt as stop:
         if display.folder and any((display.folder / name).is_file() for name in BEGUN):
             where = display.folder
@@ -156,7 +158,7 @@ def _execute(
 
 def _print_end(result: Result | ComparisonResult, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(result.record(), indent=1, allow_nan=False))
+        print_json(result.record(), indent=1)
     if not result.results:
         raise Diverged("; ".join(result.failures))
     if as_json:
