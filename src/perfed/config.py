@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from perfed.core.algorithm import Algorithm
-from perfed.core.errors import ConfigError, did_you_mean
+from perfed.core.errors import ConfigError, cut, did_you_mean, shown
 from perfed.core.optimizer import Optimizer
+from perfed.core.paths import expanded
 from perfed.core.schedule import Schedule
 from perfed.core.schema import Options, from_mapping, option, to_mapping
 from perfed.core.wire import Stage
@@ -21,6 +22,14 @@ from perfed.data import Dataset, Partition, Split
 from perfed.models import Models
 
 DEFAULT_PRESET = "digits-groups"
+MOST_CHARACTERS = 1_000_000  # of a configuration: PyYAML reads them in a second
+MOST_VALUES = 100_000  # keys and values of a configuration, in three seconds
+DEEPEST = 50
+"""How far values may be inside each other: reading them is recursive."""
+MOST_SEEDS = 10_000
+MOST_CLIENTS = 1_000_000
+LARGEST_BATCH = 1_000_000
+"""Samples. More than that no machine holds, and PyTorch says so when the run has begun."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +50,14 @@ class Training(Options):
         ge=0,
     )
     batch_size: int = option(
-        32, "b: private samples per step, drawn with replacement (without, if epochs is set)", ge=1
+        32,
+        "b: private samples per step, drawn with replacement (without, if epochs is set)",
+        ge=1,
+        le=LARGEST_BATCH,
     )
-    public_batch_size: int = option(64, "b': public samples per step, drawn with replacement", ge=1)
+    public_batch_size: int = option(
+        64, "b': public samples per step, drawn with replacement", ge=1, le=LARGEST_BATCH
+    )
     augment: tuple[Literal["flip", "crop"], ...] = option(
         (), "random changes of private images: mirrored, or moved by up to four pixels"
     )
@@ -84,7 +98,7 @@ class Experiment(Options):
     about: str = option("", "a sentence on what it shows")
     seed: int = option(0, "the seed of all random numbers", ge=0)
     rounds: int = option(40, "T: communication rounds", ge=1)
-    clients: int = option(30, "K: number of clients", ge=1)
+    clients: int = option(30, "K: number of clients", ge=1, le=MOST_CLIENTS)
     clients_per_round: int = option(10, "m: clients selected in each round", ge=1)
     selection: Literal["by-size", "uniform"] = option(
         "by-size",
@@ -121,8 +135,9 @@ class Experiment(Options):
     def validate(self) -> None:
         if not re.fullmatch(r"[\w.+=-]{1,100}", self.name) or self.name.startswith("."):
             raise ConfigError(
-                f"{self.name!r} cannot name a folder: use letters, digits, - and _", "name"
+                f"{shown(self.name)} cannot name a folder: use letters, digits, - and _", "name"
             )
+        _check_homes(self.data)
         if self.clients_per_round > self.clients:
             raise ConfigError(
                 f"{self.clients_per_round} of {self.clients} clients a round: "
@@ -144,6 +159,14 @@ class Experiment(Options):
         return to_mapping(self)
 
 
+def _check_homes(data: Dataset) -> None:
+    """Data is read later; ``~nobody/x`` can be told now."""
+    for field in fields(data):
+        value = getattr(data, field.name)
+        if isinstance(value, str) and value.startswith("~"):
+            expanded(value, f"data.{field.name}")
+
+
 @dataclass(frozen=True)
 class Comparison(Options):
     """One experiment, run with several algorithms and seeds."""
@@ -161,8 +184,10 @@ class Comparison(Options):
         twice = {label for label in labels if labels.count(label) > 1}
         if twice:
             raise ConfigError(f"'{twice.pop()}' is there twice", "algorithms")
+        if len(self.seeds) > MOST_SEEDS:
+            raise ConfigError(f"{len(self.seeds):,} seeds: at most {MOST_SEEDS:,}", "seeds")
         if len(set(self.seeds)) < len(self.seeds):
-            raise ConfigError(f"a seed is there twice in {list(self.seeds)}", "seeds")
+            raise ConfigError(f"a seed is there twice in {shown(list(self.seeds))}", "seeds")
         self.experiments()  # each must be valid
 
     def experiments(self) -> list[Experiment]:
@@ -216,11 +241,12 @@ def read_mapping(path: str | Path | None) -> dict[str, Any]:
         text = preset_text(name)
     else:
         try:
-            text = Path(name).read_text("utf-8")
+            with open(name, encoding="utf-8") as file:
+                text = file.read(MOST_CHARACTERS + 1)  # one too many is refused
         except FileNotFoundError:
             hint = did_you_mean(name, preset_names())
             raise ConfigError(f"no file and no preset is called '{name}'{hint}") from None
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:
             raise ConfigError(f"cannot read {name}: {error}") from None
     values = load_yaml(text, name)
     if not isinstance(values, dict):
@@ -280,27 +306,57 @@ def _open(values: dict[str, Any], section: str) -> None:
 
 def load_yaml(text: str, where: str) -> Any:
     """Parse YAML; plain JSON, a part of YAML, also where PyYAML is not installed."""
+    if len(text) > MOST_CHARACTERS:
+        raise ConfigError(f"{where} has more than {MOST_CHARACTERS:,} characters, the most allowed")
     try:
         import yaml
     except ImportError:
         try:
             return json.loads(text)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             raise ConfigError(f"{where} is not JSON, and reading YAML needs PyYAML") from None
     try:
         return yaml.load(text, Loader=_yaml_loader())
     except yaml.YAMLError as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"{where} is not valid YAML: {reason}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{where} {error.message}") from None
 
 
 @functools.cache
 def _yaml_loader() -> Any:
     """YAML 1.2's idea of a number, where PyYAML takes 1e-3 for a string, and of keys, of which
-    PyYAML takes the last of two that are equal."""
+    PyYAML takes the last of two that are equal. What PyYAML's own parts raise of odd values is
+    made one kind of error. An alias counts as all it stands for: a few of them can stand for more
+    than a machine holds."""
     import yaml
 
     class Loader(yaml.SafeLoader):
+        def __init__(self, text: str) -> None:
+            super().__init__(text)
+            self.values = self.depth = 0
+            self.sizes: dict[int, int] = {}  # values in a node, by its id
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            is_alias, before = self.check_event(yaml.AliasEvent), self.values
+            self.depth += 1
+            if self.depth > DEEPEST:
+                raise ConfigError(f"has values more than {DEEPEST} deep inside each other")
+            node = super().compose_node(parent, index)
+            self.depth -= 1
+            if is_alias and id(node) not in self.sizes:
+                raise ConfigError("has an alias inside of what it stands for")
+            self.values += self.sizes[id(node)] if is_alias else 1
+            if self.values > MOST_VALUES:
+                raise ConfigError(
+                    f"has more than {MOST_VALUES:,} keys and values, the most allowed (an alias "
+                    "counts as all it stands for)"
+                )
+            if not is_alias:
+                self.sizes[id(node)] = self.values - before
+            return node
+
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
             seen = set()
             for key, _ in node.value:
@@ -308,10 +364,26 @@ def _yaml_loader() -> Any:
                     continue  # not a key of ours: refused elsewhere
                 if key.value in seen:
                     raise yaml.MarkedYAMLError(
-                        problem=f"'{key.value}' is there twice", problem_mark=key.start_mark
+                        problem=f"'{cut(key.value)}' is there twice", problem_mark=key.start_mark
                     )
                 seen.add(key.value)
             return super().construct_mapping(node, deep)
+
+        def construct_object(self, node: Any, deep: bool = False) -> Any:
+            try:
+                return super().construct_object(node, deep)
+            except (ValueError, LookupError, AttributeError, TypeError, OverflowError):
+                what = shown(node.value) if isinstance(node, yaml.ScalarNode) else "this"
+                kind = node.tag.rpartition(":")[2]  # tag:yaml.org,2002:int
+                problem = f"{what} cannot be read as {kind}"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from None
+
+        def scan_flow_scalar_non_spaces(self, double: Any, start_mark: Any) -> Any:
+            try:
+                return super().scan_flow_scalar_non_spaces(double, start_mark)
+            except (ValueError, OverflowError):
+                problem, mark = "there is no such character", self.get_mark()
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark) from None
 
     pattern = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)$")
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", pattern, list("-+.0123456789"))

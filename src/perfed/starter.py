@@ -19,6 +19,7 @@ import numpy as np
 from perfed.config import Comparison, Experiment, parse
 from perfed.core.algorithm import algorithms
 from perfed.core.errors import ConfigError, PerfedError, did_you_mean, shape_text
+from perfed.core.paths import expanded
 from perfed.core.registry import Component
 from perfed.core.schema import Options, plain
 from perfed.core.tensorfile import write_atomically
@@ -41,7 +42,7 @@ LIKELY_TARGETS = ("label", "target", "class", "y")
 
 def recognise(text: str) -> dict[str, Any]:
     """The dataset that a word or path stands for, as a configuration says it."""
-    path = Path(text).expanduser()
+    path = expanded(text, "--data")
     if text.startswith(HUB):
         return {"name": "huggingface", "path": text.removeprefix(HUB)}
     if path.is_dir():
@@ -81,7 +82,7 @@ def _endings() -> dict[str, tuple[str, ...]]:
 
 def likely_target(source: Mapping[str, Any]) -> str:
     """The label column, by its name, or else the last one."""
-    path = Path(source["path"]).expanduser()
+    path = expanded(source["path"], "--data")
     try:
         if source.get("by_client"):
             path = min(path.glob("*.csv"))

@@ -192,12 +192,18 @@ def test_list_names_everything_with_a_meaning(
 INTERRUPTIBLE = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 from perfed.cli import main
 main()
 """
 
 
-def test_ctrl_c_leaves_a_resumable_run_and_says_how(
+@pytest.mark.parametrize(
+    ("number", "times"), [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGHUP, 2)]
+)
+def test_a_signal_leaves_a_resumable_run_and_says_how(
+    number: signal.Signals,
+    times: int,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
@@ -213,9 +219,10 @@ def test_ctrl_c_leaves_a_resumable_run_and_says_how(
     log = folder / "rounds.jsonl"
     while process.poll() is None and not (log.exists() and log.read_text().count("\n") > 3):
         time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
+    for _ in range(times):
+        process.send_signal(number)
     _, error = process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode == 128 + number
     assert error.count("stopping after this round; Ctrl-C again stops at once") == 1
     assert error.splitlines()[-1] == f"interrupted; continue with: perfed run --resume {folder}"
     done = log.read_text().count("\n") - 1  # without the initial set's line
@@ -360,3 +367,56 @@ def test_training_and_resuming_need_only_torch_numpy_and_scikit_learn(tmp_path: 
     )
     assert done.returncode == 0, done.stderr
     assert "perfed-ckt (c=2, λ=2)" in done.stdout
+
+
+TALKATIVE = """
+import sys
+print("imported")
+
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, shape, classes):
+        super().__init__()
+        print("built")
+        self.last = nn.Linear(64, classes)
+
+    def forward(self, x):
+        print("called")
+        return self.last(x.flatten(1))
+
+class Leaves(Net):
+    def forward(self, x):
+        if self.training:
+            sys.exit(0)
+        return super().forward(x)
+"""
+
+
+def test_what_a_network_prints_is_not_among_the_json(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    config: Path,
+) -> None:
+    (tmp_path / "talkative.py").write_text(TALKATIVE)
+    monkeypatch.chdir(tmp_path)
+    arguments = ["run", config, "--set=rounds=1", "--set=models=talkative.py:Net", "--json"]
+    assert perfed(monkeypatch, *arguments) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["directory"]
+    assert {"imported", "built", "called"} <= set(said.err.splitlines())
+
+
+def test_a_network_that_ends_python_is_no_success(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    config: Path,
+) -> None:
+    (tmp_path / "leaves.py").write_text(TALKATIVE)
+    monkeypatch.chdir(tmp_path)
+    for engine in ("sequential", "stacked"):
+        arguments = ["run", config, "--set=models=leaves.py:Leaves", "--engine", engine]
+        assert perfed(monkeypatch, *arguments) == 2
+        assert "code of your own ended Python (sys.exit(0))" in capsys.readouterr().err

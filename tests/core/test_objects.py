@@ -184,3 +184,10 @@ def test_options_without_a_dataclass_are_spoken_of(tmp_path: Path) -> None:
         algorithms.build({"name": f"{file}:Forgotten", "strength": 2})
     with pytest.raises(ConfigError, match="option' is not an algorithm class"):
         algorithms.build(f"{file}:option")
+
+
+@pytest.mark.parametrize("code", ["0", "3", "'enough'", ""])
+def test_a_file_that_ends_python_is_an_error(code: str, tmp_path: Path) -> None:
+    (tmp_path / "ends.py").write_text(f"import sys\nsys.exit({code})\n")
+    with pytest.raises(ConfigError, match=r"cannot import '.*ends.py': it ends Python \(sys.exit"):
+        import_object(f"{tmp_path / 'ends.py'}:Mine")

@@ -3,6 +3,7 @@ import pytest
 import torch
 from torch import nn
 
+import perfed
 from perfed.core.errors import ConfigError
 from perfed.models import Models, architectures, build_module, initial_weights
 
@@ -219,3 +220,37 @@ def test_shares_are_kept_to_the_client() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             Models(architectures=("mlp", "cnn"), **wrong)
+
+
+class Spoils(nn.Module):
+    """Changes its input, in one way or another."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.last = way, nn.Linear(4, 3)
+        self.first: nn.Module = nn.Dropout(inplace=True) if way == "dropout" else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.way == "zero":
+            x.zero_()
+        elif self.way == "relu":
+            x.view(-1).relu_()
+        elif self.way == "noise" and self.training:
+            x += 0.1
+        elif self.way == "data":
+            x.data.add_(1)
+        elif self.way == "copy":
+            x = x.clone().zero_()
+        out: torch.Tensor = self.last(self.first(x))
+        return out
+
+
+@pytest.mark.parametrize("way", ["zero", "relu", "noise", "data", "dropout"])
+def test_a_network_that_changes_its_input_is_refused(way: str) -> None:
+    models = perfed.Experiment(models=Spoils(way)).models
+    with pytest.raises(ConfigError, match=r"models: .* changes its input in place, the clients'"):
+        build_module(models.architectures[0], (4,), 3)
+
+
+def test_a_network_may_change_a_copy() -> None:
+    build_module(perfed.Experiment(models=Spoils("copy")).models.architectures[0], (4,), 3)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import inspect
-import json
 import sys
 from collections.abc import Callable
 from typing import Annotated
 
+import torch
 import typer
 
 import perfed
 from perfed import bench as timing
 from perfed.cli import catalogue, configuration, data, doctor, federation, paper, report, runs
-from perfed.cli.options import DeviceOption, JsonOption
+from perfed.cli.options import DeviceOption, JsonOption, print_json
 from perfed.core.errors import PerfedError
 
 app = typer.Typer(
@@ -49,7 +49,10 @@ app.add_typer(federation.site, name="site")
 def bench(device: DeviceOption = "auto", as_json: JsonOption = False) -> None:
     """Time the engines on the same work: a minute or two."""
     result = timing.bench(device)
-    print(json.dumps(result, indent=1) if as_json else timing.render(result))
+    if as_json:
+        print_json(result, indent=1)
+    else:
+        print(timing.render(result))
 
 
 def _version(wanted: bool) -> None:
@@ -75,3 +78,15 @@ def main() -> None:
     except OSError as error:  # a full disk, a directory one may not write to
         print(f"perfed: {error}", file=sys.stderr)
         sys.exit(2)
+    except (MemoryError, RuntimeError) as error:
+        if not _is_shortage(error):
+            raise
+        hint = "fewer clients, smaller batches or networks, or --store-limit"
+        print(f"perfed: not enough memory: {hint}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _is_shortage(error: Exception) -> bool:
+    """PyTorch has an error of its own for a GPU's memory, and none for the CPU's."""
+    kinds = (MemoryError, torch.OutOfMemoryError)
+    return isinstance(error, kinds) or "can't allocate memory" in str(error)

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 
 from perfed.cli import completion
 from perfed.core.errors import ConfigError, DataError, did_you_mean
+from perfed.core.paths import expanded
 from perfed.data import cache
 from perfed.data.cifar import IMAGE_SETS
 from perfed.runs.tables import quantity
@@ -49,7 +50,7 @@ def get(
         print(f"{_described(stored)}: there already; remove the folder to get it anew")
         return
     with Bar() as bar:
-        stored = cache.get(wanted, root, origin and origin.expanduser(), bar)
+        stored = cache.get(wanted, root, origin and expanded(origin, "--from"), bar)
     print(_described(stored))
     for note in stored.notes(wanted):
         print(f"note: {note}")
@@ -68,7 +69,7 @@ def list_(
 
 
 def _root(given: Path | None) -> Path:
-    return given.expanduser() if given else cache.default_root()
+    return expanded(given, "data") if given else cache.default_root()
 
 
 def _state(wanted: cache.ImageSet, root: Path) -> str:

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
+import signal
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
+import click
 import typer
 
 from perfed.cli import completion
-from perfed.config import load_yaml
-from perfed.core.errors import ConfigError
+from perfed.config import MOST_SEEDS, load_yaml
+from perfed.core.errors import ConfigError, cut
 from perfed.core.schema import from_mapping
 from perfed.engines import Execution
+from perfed.runs.stopping import Stopped
+
+ANSWER = "perfed.answer"  # where a command with --json keeps what was stdout
 
 FileArgument = Annotated[
     str | None,
@@ -25,11 +33,51 @@ SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override one key, such as rounds=10."),
 ]
+
+
+def named_path(text: str) -> Path:
+    """A path that somebody has written: '' is the working directory to Python, and to its user a
+    variable that was not set."""
+    if not text:
+        raise ConfigError("'' is no path: name one, or write . for the working directory", "--out")
+    return Path(text)
+
+
 OutOption = Annotated[
     Path | None,
-    typer.Option("--out", help="The run directory; default: runs/<name>-<time>."),
+    typer.Option(
+        "--out",
+        parser=named_path,
+        metavar="PATH",
+        help="The run directory; default: runs/<name>-<time>.",
+    ),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the final summary as JSON only.")]
+
+
+def _json_only(context: typer.Context, wanted: bool) -> bool:
+    """What a user's own network or data prints must not get among the JSON: while the command
+    goes on, what Python prints goes to stderr."""
+    if wanted:
+        context.meta[ANSWER] = sys.stdout
+        context.with_resource(contextlib.redirect_stdout(sys.stderr))
+    return wanted
+
+
+def print_json(value: Any, indent: int | None = None) -> None:
+    """The answer to --json, and all of it."""
+    text = json.dumps(value, indent=indent, allow_nan=False)
+    print(text, file=click.get_current_context().meta[ANSWER])
+
+
+JsonOption = Annotated[
+    bool,
+    typer.Option(
+        "--json",
+        callback=_json_only,
+        is_eager=True,
+        help="Print the final summary as JSON only.",
+    ),
+]
 EngineOption = Annotated[
     str,
     typer.Option(
@@ -106,6 +154,17 @@ def execution(
         raise ConfigError(error.message, "--" + error.where.replace("_", "-")) from None
 
 
+def tell(line: str) -> None:
+    """On stderr, where there still is one: a closed terminal is a reason to be here."""
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr)
+
+
+def exit_code(stop: KeyboardInterrupt) -> int:
+    """As shells have it: 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP."""
+    return 128 + (stop.number if isinstance(stop, Stopped) else signal.SIGINT)
+
+
 def parse_algorithm(text: str) -> dict[str, Any]:
     """``perfed-ckt,clusters=3`` as a mapping."""
     name, *settings = text.split(",")
@@ -124,13 +183,19 @@ def parse_seeds(text: str) -> list[int]:
     try:
         for piece in text.split(","):
             low, dash, high = piece.partition("-")
-            seeds += range(int(low), int(high) + 1) if dash else [int(low)]
+            first = int(low)
+            last = int(high) if dash else first
+            if last - first + len(seeds) >= MOST_SEEDS:
+                raise ConfigError(f"'{cut(text)}' is more than {MOST_SEEDS:,} seeds", "--seeds")
+            seeds += range(first, last + 1)
     except ValueError:
-        raise ConfigError(f"'{text}' is not a list of whole numbers, as 0,1,2", "--seeds") from None
+        raise ConfigError(
+            f"'{cut(text)}' is not a list of whole numbers, as 0,1,2", "--seeds"
+        ) from None
     if not seeds:
-        raise ConfigError(f"there is no seed in {text}: the lower one comes first", "--seeds")
+        raise ConfigError(f"there is no seed in {cut(text)}: the lower one comes first", "--seeds")
     if len(set(seeds)) < len(seeds):
-        raise ConfigError(f"a seed is there twice in {text}", "--seeds")
+        raise ConfigError(f"a seed is there twice in {cut(text)}", "--seeds")
     return seeds
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,13 +24,17 @@ from perfed.cli.options import (
     SideBySideOption,
     WorkersOption,
     execution,
+    exit_code,
+    named_path,
     parse_algorithm,
     parse_numbers,
     parse_seeds,
+    print_json,
+    tell,
 )
 from perfed.config import load_yaml, overridden
 from perfed.core import layout
-from perfed.core.errors import ConfigError
+from perfed.core.errors import ConfigError, RunError, shown
 from perfed.core.layout import Table
 from perfed.engines import Execution
 from perfed.paper import tables as published_tables
@@ -60,7 +62,12 @@ def reproduce(
     ] = False,
     out: Annotated[
         Path | None,
-        typer.Option("--out", help="The folder; default: runs/paper, or runs/paper-quick."),
+        typer.Option(
+            "--out",
+            parser=named_path,
+            metavar="PATH",
+            help="The folder; default: runs/paper, or runs/paper-quick.",
+        ),
     ] = None,
     as_json: JsonOption = False,
     settings: Annotated[str | None, typer.Option(help="Tables: paper or tuned settings.")] = None,
@@ -117,7 +124,7 @@ def reproduce(
             published_tables.plot(chosen, result),
         )
     if as_json:
-        print(json.dumps(result))
+        print_json(result)
         return
     print(layout.text(shown))
     files = write_files(out, name, result, shown, figure)
@@ -159,7 +166,12 @@ def tune(
     set_: SetOption = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", help="The folder; default: tune-<name>-<algorithm> in runs/."),
+        typer.Option(
+            "--out",
+            parser=named_path,
+            metavar="PATH",
+            help="The folder; default: tune-<name>-<algorithm> in runs/.",
+        ),
     ] = None,
     as_json: JsonOption = False,
     shard: ShardOption = "1/1",
@@ -194,7 +206,7 @@ def tune(
     _run_study(study, how, shard, seconds, side_by_side)
     result, shown = _write_trials(search, study)
     if as_json:
-        print(json.dumps(result))
+        print_json(result)
         return
     print(layout.text(shown))
     chosen = tuning.best(result).items()
@@ -216,9 +228,13 @@ def _run_study(
     with Display(study.folder) as display:
         try:
             study.run(how, [display], Shard.parse(shard), seconds, side_by_side)
-        except KeyboardInterrupt:
-            print("\ninterrupted; the same command goes on", file=sys.stderr)
-            raise typer.Exit(130) from None
+        except SystemExit as error:  # it would look like a study that has ended well
+            raise RunError(
+                f"code of your own ended Python (sys.exit({shown(error.code)}))"
+            ) from None
+        except KeyboardInterrupt as stop:
+            tell("\ninterrupted; the same command goes on")
+            raise typer.Exit(exit_code(stop)) from None
 
 
 def _parse_grid(texts: Sequence[str]) -> dict[str, list[Any]]:

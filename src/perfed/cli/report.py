@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from perfed.cli.options import named_path
 from perfed.core.errors import ConfigError
 from perfed.report import export as exporting
 from perfed.report import page
@@ -21,7 +22,10 @@ def report(
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", help="The page; default: RUN/report.html, for several runs ./report.html."
+            "--out",
+            parser=named_path,
+            metavar="PATH",
+            help="The page; default: RUN/report.html, for several runs ./report.html.",
         ),
     ] = None,
     figures: Annotated[
@@ -61,7 +65,12 @@ def export(
     format: Annotated[str, typer.Option("--format", help="csv or parquet")] = "csv",
     out: Annotated[
         Path | None,
-        typer.Option("--out", help="The folder; default: RUN/export, for several runs ./export."),
+        typer.Option(
+            "--out",
+            parser=named_path,
+            metavar="PATH",
+            help="The folder; default: RUN/export, for several runs ./export.",
+        ),
     ] = None,
 ) -> None:
     """A row per round, and a row per client and round, as files."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,11 +27,14 @@ from perfed.cli.options import (
     WandbOption,
     WorkersOption,
     execution,
+    exit_code,
     parse_algorithm,
     parse_seeds,
+    print_json,
+    tell,
 )
 from perfed.config import Comparison, Experiment, overridden, parse
-from perfed.core.errors import ConfigError, Diverged
+from perfed.core.errors import ConfigError, Diverged, RunError, shown
 from perfed.engines import Execution
 from perfed.report.trackers import trackers
 from perfed.runs import Callback, ComparisonResult, Result
@@ -145,17 +146,19 @@ def _execute(
             else:
                 assert path is not None
                 result = perfed.resume(path, **common)
-    except KeyboardInterrupt:
+    except SystemExit as error:  # it would look like a run that has ended well
+        raise RunError(f"code of your own ended Python (sys.exit({shown(error.code)}))") from None
+    except KeyboardInterrupt as stop:
         if display.folder and any((display.folder / name).is_file() for name in BEGUN):
             where = display.folder
-            print(f"\ninterrupted; continue with: perfed run --resume {where}", file=sys.stderr)
-        raise typer.Exit(130) from None
+            tell(f"\ninterrupted; continue with: perfed run --resume {where}")
+        raise typer.Exit(exit_code(stop)) from None
     _print_end(result, as_json)
 
 
 def _print_end(result: Result | ComparisonResult, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(result.record(), indent=1, allow_nan=False))
+        print_json(result.record(), indent=1)
     if not result.results:
         raise Diverged("; ".join(result.failures))
     if as_json:

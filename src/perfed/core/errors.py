@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from typing import Any
+
+LONGEST_SHOWN = 200  # characters of a user's value in a message
 
 
 class PerfedError(Exception):
@@ -43,9 +47,34 @@ class Refused(PerfedError):
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """``"; did you mean 'steps'? (known: …)"`` for an unknown ``word``."""
     names = sorted(known)
-    close = get_close_matches(word, names, n=1, cutoff=0.5)
+    close = get_close_matches(cut(word), names, n=1, cutoff=0.5)
     hint = f"; did you mean '{close[0]}'?" if close else ""
     return f"{hint} (known: {', '.join(names)})"
+
+
+class _Shown(reprlib.Repr):
+    """A repr that looks at no more of a value than it shows: a YAML file of 371 bytes can hold a
+    value whose whole repr has no end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxstring, self.maxother = 3, LONGEST_SHOWN, LONGEST_SHOWN
+
+    def repr_int(self, x: int, level: int) -> str:
+        bits = x.bit_length()  # Python refuses to write out thousands of digits
+        return repr(x) if bits <= 4 * LONGEST_SHOWN else f"<a number of {bits} bits>"
+
+
+_shown = _Shown()
+
+
+def shown(value: Any) -> str:
+    """A value as a message shows it: its repr, or the beginning where it is long."""
+    return cut(_shown.repr(value))
+
+
+def cut(text: str) -> str:
+    return text if len(text) <= LONGEST_SHOWN else f"{text[: LONGEST_SHOWN - 1]}…"
 
 
 def shape_text(shape: Sequence[int]) -> str:

@@ -19,7 +19,7 @@ from hashlib import blake2b
 from types import ModuleType
 from typing import Any
 
-from perfed.core.errors import ConfigError, did_you_mean
+from perfed.core.errors import ConfigError, did_you_mean, shown
 
 GIVEN, FILE = "object:", "file:"
 _given: dict[str, Any] = {}
@@ -46,9 +46,11 @@ def import_module(name: str) -> ModuleType:
         sys.path.append(os.getcwd())
     try:
         return import_file(name) if name.endswith(".py") else importlib.import_module(name)
-    except Exception as error:  # whatever a user's own file raises
+    except (Exception, SystemExit) as error:  # whatever a user's own file raises
         reason = f"{type(error).__name__}: {error}"
-        if isinstance(error, ImportError):
+        if isinstance(error, SystemExit):
+            reason = f"it ends Python (sys.exit({shown(error.code)})): a file to import must not"
+        elif isinstance(error, ImportError):
             reason = str(error)
             if isinstance(error, ModuleNotFoundError) and error.name == name.split(".")[0]:
                 reason += "; start where that file is, or add its folder to PYTHONPATH"

@@ -18,7 +18,7 @@ import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Generic, TypeVar
 
-from perfed.core.errors import ConfigError, did_you_mean
+from perfed.core.errors import ConfigError, cut, did_you_mean
 from perfed.core.objects import import_object, import_path, tell_whereabouts, whereabouts
 from perfed.core.schema import Options, coerce, from_mapping, plain
 
@@ -101,7 +101,7 @@ class Registry(Generic[C]):
         if ":" in name:
             return self._adopt(name, import_object(name))
         hint = f"{did_you_mean(name, self)}; your own goes by file.py:Name"
-        raise ConfigError(f"unknown {self.kind} '{name}'{hint}", "name")
+        raise ConfigError(f"unknown {self.kind} '{cut(name)}'{hint}", "name")
 
     def build(self, value: Any) -> C:
         """A component from its name or class, or from a mapping with ``name`` and its options."""

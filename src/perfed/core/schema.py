@@ -22,9 +22,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
-from perfed.core.errors import ConfigError, did_you_mean
+from perfed.core.errors import ConfigError, cut, did_you_mean, shown
 
 T = TypeVar("T", bound="Options")
+
+LONGEST_TEXT = 10_000  # characters: names, paths, a sentence
+LARGEST_INTEGER = 2**63 - 1  # what NumPy and PyTorch can count to
 
 BOUNDS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
     "ge": (lambda value, bound: value >= bound, "at least"),
@@ -77,7 +80,7 @@ def from_mapping(cls: type[T], values: Mapping[str, Any]) -> T:
     known = [field.name for field in dataclasses.fields(cls)]
     for key in values:
         if key not in known:
-            raise ConfigError(f"unknown key{did_you_mean(str(key), known)}", str(key))
+            raise ConfigError(f"unknown key{did_you_mean(str(key), known)}", cut(str(key)))
     return cls(**values)
 
 
@@ -99,7 +102,7 @@ def plain(value: Any) -> Any:
 
 
 def _describe(value: Any) -> str:
-    return "nothing" if value is None else f"{type(value).__name__} {value!r}"
+    return "nothing" if value is None else f"{type(value).__name__} {shown(value)}"
 
 
 def coerce(hint: Any, value: Any) -> Any:
@@ -111,7 +114,7 @@ def coerce(hint: Any, value: Any) -> Any:
         return _coerce_union(arguments, value)
     if origin is Literal:
         if value not in arguments:
-            raise ConfigError(f"{value!r} is none of {', '.join(map(repr, arguments))}")
+            raise ConfigError(f"{shown(value)} is none of {', '.join(map(repr, arguments))}")
         return value
     if origin is tuple:
         if not isinstance(value, list | tuple):
@@ -124,13 +127,13 @@ def coerce(hint: Any, value: Any) -> Any:
     if hint is int:
         if isinstance(value, bool) or not isinstance(value, int):
             raise ConfigError(f"expected a whole number, got {_describe(value)}")
-        return value
+        return _countable(value)
     if isinstance(hint, type) and issubclass(hint, Options):
         return _coerce_options(hint, value)
     if isinstance(hint, type):
         if not isinstance(value, hint):
             raise ConfigError(f"expected {hint.__name__}, got {_describe(value)}")
-        return value
+        return _writable(value) if isinstance(value, str) else value
     raise TypeError(f"options cannot hold {hint!r}")
 
 
@@ -143,6 +146,24 @@ def _finite(value: float) -> float:
     if not math.isfinite(number):
         raise ConfigError(f"expected a finite number, got {number}")
     return number
+
+
+def _countable(value: int) -> int:
+    if abs(value) > LARGEST_INTEGER:
+        raise ConfigError(f"{shown(value)} is out of range: must be at most {LARGEST_INTEGER}")
+    return value
+
+
+def _writable(text: str) -> str:
+    """A configuration is written into its run directory: that must not fail after the run."""
+    if len(text) > LONGEST_TEXT:
+        raise ConfigError(f"{len(text):,} characters: must be at most {LONGEST_TEXT:,}")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        half = ascii(text[error.start])
+        raise ConfigError(f"{half} is half a character: must be whole ones (UTF-8)") from None
+    return text
 
 
 def _coerce_item(hint: Any, item: Any, position: int) -> Any:

@@ -110,8 +110,9 @@ def build_module(architecture: Architecture, shape: Shape, classes: int) -> nn.M
         with torch_stream(0, "template"):
             module = architecture.build(shape, classes)
             module.eval()
+            x = torch.zeros(2, *shape)
             with torch.no_grad():
-                output = module(torch.zeros(2, *shape))
+                output = module(x)
     except ConfigError:
         raise
     except Exception as error:  # whatever a user's own module raises
@@ -138,7 +139,30 @@ def build_module(architecture: Architecture, shape: Shape, classes: int) -> nn.M
             "models",
         )
     _check_parameters(label, module)
+    if _is_changed(x) or _changes_in_training(module, shape):
+        raise ConfigError(
+            f"'{label}' changes its input in place, the clients' data: it must work on a copy "
+            "(x = x + 1, not x += 1; no inplace=True in the first layer)",
+            "models",
+        )
     return module
+
+
+def _is_changed(zeros: torch.Tensor) -> bool:
+    """PyTorch counts changes in place, also those that leave a zero as it is; not those through
+    ``x.data`` or NumPy."""
+    return zeros._version > 0 or bool(zeros.any())
+
+
+def _changes_in_training(module: nn.Module, shape: Shape) -> bool:
+    """As above for what happens in training only, such as noise or Dropout."""
+    x = torch.zeros(2, *shape)
+    try:
+        with torch_stream(0, "template"), torch.no_grad():
+            copy.deepcopy(module).train()(x)
+    except (Exception, SystemExit):  # a network that cannot train says so where it trains
+        return False
+    return _is_changed(x)
 
 
 def _check_parameters(label: str, module: nn.Module) -> None:

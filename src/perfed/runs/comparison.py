@@ -182,7 +182,7 @@ def run_together(
     experiments: Mapping[Path, Experiment], callbacks: Sequence[Callback], how: Execution
 ) -> None:
     """Start or continue each experiment in its directory, all on one engine, until each has ended
-    or diverged. Ctrl-C stops each after its round."""
+    or diverged. Ctrl-C and the like stop each after its round."""
     engine: Engine | None = None
     runs: dict[Path, Steps[Result]] = {}
     stop = Stop()
@@ -214,7 +214,7 @@ def run_together(
     engine = None
     gc.collect()  # an engine and its clients know each other: their models would stay for a while
     if stop.asked:  # also where it was the last round: nothing further is begun
-        raise Stopped
+        raise Stopped(stop.number)
 
 
 def _perform_all(

@@ -234,7 +234,7 @@ class Coordinator(ABC):
             for callback in self.callbacks:
                 callback.on_round(report)
             if stopping:
-                raise Stopped
+                raise Stopped(stop.number)
         return (yield from self._finish(directory, checkpoints))
 
     def _finish(self, directory: RunDirectory, checkpoints: Checkpoints) -> Steps[Result]:

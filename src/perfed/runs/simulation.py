@@ -146,7 +146,7 @@ class Simulation(Coordinator):
         self._outcomes: Mapping[int, Outcome] = {}
 
     def finish_in(self, directory: RunDirectory) -> Result:
-        """Run to the end, or until Ctrl-C."""
+        """Run to the end, or until Ctrl-C or another signal to stop."""
         stop = Stop()
         with directory.locked(), cpu_threads(fitting_threads(self.population)), stop.listening():
             try:
