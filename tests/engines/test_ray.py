@@ -349,8 +349,9 @@ main()
 """
 
 
-def test_ctrl_c_leaves_nothing_running(tmp_path: Path) -> None:
-    """It goes to the whole group of processes, as from a terminal."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_nothing_running(number: signal.Signals, tmp_path: Path) -> None:
+    """Ctrl-C goes to the whole group of processes, as from a terminal; kill to the one."""
     config, run, mark = tmp_path / "tiny.yaml", tmp_path / "run", uuid.uuid4().hex
     config.write_text(json.dumps(TINY))
     arguments = ["run", config, f"--out={run}", "--engine=ray", "--workers=2", "--set=rounds=10000"]
@@ -370,14 +371,17 @@ def test_ctrl_c_leaves_nothing_running(tmp_path: Path) -> None:
     while process.poll() is None and not (log.exists() and log.read_text().count("\n") > 3):
         time.sleep(0.05)
     assert len([command for command in alive() if b"Bank" in command]) == 2
-    os.killpg(process.pid, signal.SIGINT)
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)
+    else:
+        process.send_signal(number)
     _, error = process.communicate(timeout=60)
     start, _, end = error.partition("\n\n")
     assert start.startswith(f"run directory: {run}; ")
     assert len(start.splitlines()) == 5  # and which clients have which network
     assert start.endswith("stopping after this round; Ctrl-C again stops at once")
     assert end.strip() == f"interrupted; continue with: perfed run --resume {run}"
-    assert process.returncode == 130
+    assert process.returncode == 128 + number
     deadline = time.monotonic() + 30  # for what is still on its way out
     while left := alive():
         assert time.monotonic() < deadline, left

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -63,7 +65,8 @@ class Session:
             quiet["include_dashboard"] = False
         try:
             knock(self._address)
-            ray.init(self._address, **quiet)
+            with _own_sigterm():
+                ray.init(self._address, **quiet)
         except (OSError, RuntimeError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
             where = (
@@ -149,6 +152,15 @@ QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
+
+
+@contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Ray has SIGTERM end Python at once: a run that listens to it would lose its round."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    if callable(before) and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, before)
 
 
 def import_ray() -> Any:
