@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 
 import perfed
 from perfed import Execution
@@ -143,6 +144,13 @@ def test_networks_of_different_widths_are_refused_in_one_sentence(tmp_path: Path
     changes = case("fedproto")
     del changes["models"]
     folder = write_federation(tmp_path / "federation", models, {"start_with": 2}, **changes)
+    with pytest.raises(ConfigError, match="different widths"):
+        run(folder, desk(folder))
+    file = folder / "coordinator.yaml"
+    values = yaml.safe_load(file.read_text())
+    values["experiment"]["models"] = models[:1]  # of the third site's network it does not know
+    values["directory"] = "again"
+    file.write_text(yaml.safe_dump(values))
     said: list[str] = []
     run(folder, desk(folder), said)
     assert any("gives 40 features, those of the others 50" in line for line in said)

@@ -112,14 +112,7 @@ class Population:
         for label, architecture in (self.by_label | self.extra).items():
             shape = self.federation.input_shape
             self._heads[label] = find_head(architecture, self.modules[label], shape)
-        theirs = {label: self.width(label) for label in self.by_label}
-        if self.algorithm.shares_features and len(set(theirs.values())) > 1:
-            each = ", ".join(f"'{label}' {width}" for label, width in theirs.items())
-            raise ConfigError(
-                f"'{self.algorithm.registered_name}' compares features of different clients, and "
-                f"their networks have different widths ({each}): must be one width",
-                "models",
-            )
+        check_one_width(self.algorithm, {label: self.width(label) for label in self.by_label})
 
     @cached_property
     def most_steps(self) -> int:
@@ -310,6 +303,17 @@ def with_public_statistics(weights: Weights, algorithm: Algorithm, training: Tra
     """With BatchNorm statistics of public batches, where those have their own: as yet the same."""
     separate = algorithm.trains_on_public_set and training.public_batchnorm == "separate"
     return weights._replace(public_buffers=weights.buffers if separate else {})
+
+
+def check_one_width(algorithm: Algorithm, widths: Mapping[str, int]) -> None:
+    """Raise where clients' features meet and their networks give different numbers of them."""
+    if algorithm.shares_features and len(set(widths.values())) > 1:
+        each = ", ".join(f"'{label}' {width}" for label, width in widths.items())
+        raise ConfigError(
+            f"'{algorithm.registered_name}' compares features of different clients, and their "
+            f"networks have different widths ({each}): must be one width",
+            "models",
+        )
 
 
 def named_networks(algorithm: Algorithm, labels: Container[str]) -> dict[str, Architecture]:

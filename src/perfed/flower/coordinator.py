@@ -30,6 +30,7 @@ from perfed.core.message import Message
 from perfed.core.selection import select_clients
 from perfed.core.tree import flatten
 from perfed.engines import ClientRecord
+from perfed.engines.population import check_one_width
 from perfed.flower.membership import Member, Membership, Say, Transport
 from perfed.flower.numbers import (
     Numbers,
@@ -97,6 +98,8 @@ class FederatedRun(Coordinator):
         self._public_x = torch.as_tensor(public, dtype=torch.get_default_dtype())
         self._public = public_hash(public)
         self._networks = ServerNetworks(experiment, public.shape[1:], options.classes)
+        self._widths = self._networks.widths()
+        check_one_width(self.algorithm, self._widths)
         self._absent: dict[str, str] = {}
         self._nodes: dict[int, int] = {}
         """Where each client was when it was last asked."""
@@ -379,7 +382,7 @@ class FederatedRun(Coordinator):
         if self.algorithm.shares_features:
             # What the coordinator knows by itself counts, and what a first site says only else.
             told = {other.features for other in self.membership.members.values()}
-            widths = set(self._networks.widths().values()) or told
+            widths = set(self._widths.values()) or told
             if widths and member.features not in widths:
                 raise Refused(
                     f"its network gives {member.features} features, those of the others "
