@@ -68,8 +68,8 @@ ROWS = torch.full((6, 3), 1 / 3)
     [
         (Array(("P", "N"), PROBABILITIES), ROWS, ROWS.T, "x: is 3×6, must be |P|×N (6×3)"),
         (Array(("P", "N"), PROBABILITIES), ROWS, ROWS * 3, "x: row 0 sums to 3, must be 1"),
-        (Array(("N",), COUNTS), torch.tensor([1, 0, 4]), torch.tensor([1, 0, -4]), "x: has -4"),
-        (Array(("N",), COUNTS), torch.tensor([1.5, 0, 4]), torch.tensor([1.5, 0]), "x: is 2, must"),
+        (Array(("N",), COUNTS), torch.tensor([1.0, 0, 4]), torch.tensor([1.0, 0, -4]), "x: has -4"),
+        (Array(("N",), COUNTS), torch.tensor([1.5, 0, 4]), torch.tensor([1, 0, 4]), "x: is int64"),
         (Array((2,), REALS), torch.tensor([-1e9, 1e9]), torch.tensor([0.0, 1e35]), "x: has 1e+35"),
         (Array((2,), REALS), torch.ones(2), torch.ones(2).double(), "is float64, must be float32"),
         (Array((), Reals(0, 1)), torch.tensor(0.5), torch.tensor(1.5), "x: has 1.5, must be"),

@@ -22,6 +22,7 @@ from perfed.core.metrics import (
 from perfed.core.selection import select_clients
 from perfed.engines import Execution
 from perfed.report.trackers import scalars
+from perfed.runs.simulation import Simulation
 
 
 @pytest.fixture(autouse=True)
@@ -151,7 +152,7 @@ def test_a_metric_of_a_users_own_is_one_file(engine: str, tmp_path: Path) -> Non
 
 def test_a_metric_that_is_none_is_said() -> None:
     with pytest.raises(ConfigError, match=r"metrics\[0\]: 'math:sqrt' is not a metric"):
-        perfed.Experiment(metrics=("math:sqrt",))
+        Simulation(perfed.Experiment(metrics=("math:sqrt",)))
 
 
 def test_runs_from_before_a_metric_are_read_without_it(tmp_path: Path) -> None:

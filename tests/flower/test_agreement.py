@@ -173,9 +173,9 @@ def test_a_name_that_a_file_has_registered_is_not_perfeds_own(folder: Path) -> N
         (training(steps=10**7), "10000000 steps a round, at most 10000; agrees: {steps: 10000000}"),
         (training(steps=10**9), "1000000000 steps a round"),
         (training(epochs=10**6), "steps a round, at most 10000; agrees: {steps: "),
-        (training(epochs=10**4200), "1000000000000000000 steps a round"),
-        (training(batch_size=10**8), "100000000 samples a step, at most 1024"),
-        (training(public_batch_size=2**63), "samples a step, at most 1024; agrees: {batch_size: "),
+        (training(epochs=2**62), "1000000000000000000 steps a round"),
+        (training(batch_size=10**5), "100000 samples a step, at most 1024"),
+        (training(public_batch_size=10**6), "a step, at most 1024; agrees: {batch_size: 1000000}"),
         (training(learning_rate=1e4), "10000.0 as a learning rate, at most 1.0"),
         (plan(clients=10**9), "1000000000 clients, at most 10000; agrees: {clients: 1000000000}"),
         (plan(rounds=10**6), "1000000 rounds, at most 10000; agrees: {rounds: 1000000}"),
@@ -191,6 +191,19 @@ def test_a_limit_holds_before_anything_is_made(
     assert said in refusal
     assert len(refusal) < 200
     assert allowed_by(refusal)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [training(epochs=10**4200), training(batch_size=10**8), training(public_batch_size=2**63)],
+)
+def test_what_no_experiment_can_have_is_refused_in_one_line(
+    asked: dict[str, Any], folder: Path
+) -> None:
+    refusal = invited(site(folder), asked).refusal
+    assert refusal.startswith("the plan: training.")
+    assert "is out of range" in refusal
+    assert len(refusal) < 200
 
 
 def test_steps_of_an_algorithms_own_are_limited_too(folder: Path) -> None:
