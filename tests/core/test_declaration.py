@@ -24,6 +24,7 @@ from perfed.core.declaration import (
     AtMost,
     Entries,
     Known,
+    Maybe,
     Messages,
     Model,
     Numbered,
@@ -89,6 +90,26 @@ def test_an_array_fits_or_it_is_said_why_not(
     assert reason in fault(declared, Message(x=wrong))
     assert fault(declared, Message()) == "x: is missing"
     assert "an unknown array 'y', must be x" in fault(declared, Message(x=right, y=1))
+
+
+def test_what_may_be_missing_is_missing_together() -> None:
+    declared = {name: Maybe(Array(("N",), REALS)) for name in ("a", "b")}
+    assert fault(declared, Message()) == ""
+    assert fault(declared, Message(a=torch.ones(3), b=torch.ones(3))) == ""
+    assert fault(declared, Message(a=torch.ones(3))) == "b: is missing"
+    assert "must be N (3)" in fault(declared, Message(a=torch.ones(2), b=torch.ones(3)))
+
+
+def test_a_variance_is_not_negative() -> None:
+    def model(variance: float) -> Weights:
+        return OWN._replace(buffers={"norm.running_var": torch.tensor([variance])})
+
+    def said(variance: float) -> str:
+        declared, message = {"model": Model()}, Message(model=model(variance))
+        return fault(declared, message, model=lambda network: model(1.0))
+
+    assert said(0.0) == said(2.0) == ""
+    assert "running_var: has -1, must be numbers, at least 0" in said(-1.0)
 
 
 def test_a_size_that_nobody_knows_is_one_size() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import perfed
-from perfed import Execution, Training
+from perfed import Training
 from perfed.core.algorithm import Algorithm, supervised
 from perfed.core.augmentation import CODES, MARGIN, augmented
 from perfed.core.errors import ConfigError
@@ -30,7 +30,7 @@ from perfed.runs.simulation import Simulation
 from tests.conftest import SEQUENTIAL, STACKED, simulate, spec, tiny
 from tests.engines.clients import working_client
 from tests.engines.test_stacked import MIXED, assert_same, play
-from tests.runs.test_resume import StopAfter, contents
+from tests.runs.test_resume import assert_resumes_to_the_same_bytes
 
 LOCAL = {"name": "local", "participation": "drawn"}
 BASE = {"steps": 4, "batch_size": 8, "public_batch_size": 8, "learning_rate": 0.05}
@@ -299,12 +299,7 @@ def test_stacked_clips_samples_as_sequential() -> None:
 @pytest.mark.parametrize("name", ["kept adam", "epochs, kept", "all"])
 def test_resumed_it_ends_with_the_same_bytes(name: str, tmp_path: Path) -> None:
     experiment = tiny(rounds=4, models=MIXED, training=BASE | SETTINGS[name])
-    whole = perfed.run(experiment, tmp_path / "whole")
-    how = Execution(checkpoint_seconds=0)
-    with pytest.raises(KeyboardInterrupt):
-        perfed.run(experiment, tmp_path / "cut", callbacks=[StopAfter(2)], how=how)
-    perfed.resume(tmp_path / "cut")
-    assert contents(tmp_path / "cut") == contents(whole.path)
+    assert_resumes_to_the_same_bytes(experiment, tmp_path)
 
 
 def test_kept_state_goes_on_and_new_state_begins_anew() -> None:

@@ -21,7 +21,7 @@ from tests.engines.clients import working_client
 from tests.engines.test_stacked import assert_same, play
 from tests.flower.setting import desk, simulated, write_federation
 from tests.flower.test_coordinator import assert_same_numbers, lines, run
-from tests.runs.test_resume import StopAfter, contents
+from tests.runs.test_resume import assert_resumes_to_the_same_bytes
 
 HERE = Path(__file__).parent
 DIFFERENT = ["mlp", "cnn"]
@@ -83,12 +83,7 @@ def test_ray_is_as_stacked(name: str, workers: Execution) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_resumed_it_ends_with_the_same_bytes(name: str, tmp_path: Path) -> None:
     experiment = tiny(**case(name), rounds=4)
-    whole = perfed.run(experiment, tmp_path / "whole")
-    how = Execution(checkpoint_seconds=0)
-    with pytest.raises(KeyboardInterrupt):
-        perfed.run(experiment, tmp_path / "cut", callbacks=[StopAfter(2)], how=how)
-    perfed.resume(tmp_path / "cut")
-    assert contents(tmp_path / "cut") == contents(whole.path)
+    assert_resumes_to_the_same_bytes(experiment, tmp_path)
 
 
 @pytest.mark.parametrize("name", CASES)

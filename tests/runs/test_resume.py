@@ -111,6 +111,16 @@ def interrupted(path: Path, rounds: int = 2, checkpoint_seconds: float = 0) -> P
     return path
 
 
+def assert_resumes_to_the_same_bytes(experiment: perfed.Experiment, folder: Path) -> None:
+    """Stopped after two rounds and resumed, a run ends with the files of one that went through."""
+    whole = perfed.run(experiment, folder / "whole")
+    how = Execution(checkpoint_seconds=0)
+    with pytest.raises(KeyboardInterrupt):
+        perfed.run(experiment, folder / "cut", callbacks=[StopAfter(2)], how=how)
+    perfed.resume(folder / "cut")
+    assert contents(folder / "cut") == contents(whole.path)
+
+
 def test_a_run_without_a_checkpoint_starts_over(tmp_path: Path) -> None:
     whole = perfed.run(tiny(), tmp_path / "whole")
     path = interrupted(tmp_path / "run", checkpoint_seconds=1e9)

@@ -80,13 +80,7 @@ def _fitting(
     leaves: dict[str, Leaf] = {}
     for name, entry in declared.items():
         leaves |= entry.leaves(escaped(name), message, known)
-    maybe = {
-        name: bool(escaped(name) in _tops(message))
-        for name, e in declared.items()
-        if isinstance(e, Maybe)
-    }
-    if len(set(maybe.values())) > 1:
-        raise Refused(f"{next(n for n, there in maybe.items() if not there)}: is missing")
+    _check_missing_together(message, declared)
     for path in message.arrays.keys() - leaves.keys():
         raise Refused(f"an unknown array {path[:60]!a}, must be {_listed(declared)}")
     sizes = dict(known.sizes)
@@ -101,9 +95,12 @@ def _fitting(
     ]
 
 
-def _tops(message: Message) -> set[str]:
-    """The first levels of its arrays' names."""
-    return {path.partition("/")[0] for path in message.arrays}
+def _check_missing_together(message: Message, declared: Entries) -> None:
+    """Of what may be missing, all is there or nothing is."""
+    maybe = [name for name, entry in declared.items() if isinstance(entry, Maybe)]
+    missing = [name for name in maybe if name not in message]
+    if missing and len(missing) < len(maybe):
+        raise Refused(f"{missing[0]}: is missing")
 
 
 def _check_array(

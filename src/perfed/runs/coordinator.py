@@ -274,7 +274,7 @@ class Coordinator(ABC):
         self, round: int, sent: Mapping[int, Message], channel: Channel
     ) -> dict[int, Message]:
         """What clients wrote, where it can be read and fits what is declared; of the others,
-        :attr:`_refused` says why not."""
+        :attr:`refused` says why not."""
         declared, refused = self._messages.up, dict[int, str]()
         written: dict[int, Message] = {}
         states: dict[int, Tree] = {}
