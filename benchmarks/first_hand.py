@@ -3,7 +3,7 @@
     python benchmarks/first_hand.py digits    a quarter of an hour on one core
     python benchmarks/first_hand.py cifar     half an hour
 
-A CNN with BatchNorm, the seeds that settings are chosen by. What is judged is the taught model
+A CNN with BatchNorm, the seeds that settings are chosen by. What is evaluated is the taught model
 alone, without the mixture that PerFed-Evidence predicts with. With an MLP (see screening.py) it
 makes little difference. And a bound: a teacher that was trained on the samples of all clients,
 which nobody in this frame can have.
@@ -32,7 +32,7 @@ from perfed.algorithms.perfed_evidence import PerFedEvidence, label_mix, pooled_
 from perfed.core.algorithm import (
     Adjusted,
     Client,
-    Judged,
+    Predictor,
     Reply,
     Server,
     algorithms,
@@ -88,7 +88,7 @@ class Student(PerFedEvidence):
             return (said.softmax(1) - taught).square().sum(1).mean()
         return super().disagreement(said, taught)
 
-    def models(self, client: Client, message: Message) -> dict[str, Judged]:
+    def models(self, client: Client, message: Message) -> dict[str, Predictor]:
         log_mix = label_mix(client.label_counts()).log()
         student = client.state.get("student", client.weights)
         return {"personal": Adjusted(student, torch.ones(()), log_mix)}
@@ -125,7 +125,7 @@ def study(family: str, folder: Path) -> tuple[dict[tuple[str, str, int], str], S
         for seed in TUNING_SEEDS:
             teacher = folder / "teachers" / f"{setting}-{seed}.pt"
             methods: dict[str, dict[str, Any]] = {
-                "local": {"name": "local", "participation": "drawn"},
+                "local": {"name": "local", "participation": "selected"},
                 **{name: {"name": "student", **options} for name, options in VARIANTS.items()},
                 BOUND: {"name": "student", "teacher": str(teacher)},
             }

@@ -99,7 +99,7 @@ def tuning_cifar() -> str:
     header = ("", "η", "λ", "validation accuracy (%)")
     rounds = record["config"]["rounds"]
     note = (
-        f"Seed {record['seeds'][0]}, {rounds} rounds (local: as often as a client is drawn in "
+        f"Seed {record['seeds'][0]}, {rounds} rounds (local: as often as a client is selected in "
         f"them) {machine(record['environment'])}."
     )
     return layout.markdown([Table("", header, rows, note)])

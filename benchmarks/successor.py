@@ -34,7 +34,7 @@ from perfed import Execution, Experiment
 from perfed.algorithms.local import Local
 from perfed.algorithms.perfed_evidence import PerFedEvidence
 from perfed.config import read_mapping
-from perfed.core.algorithm import Client, Judged, algorithms, supervised
+from perfed.core.algorithm import Client, Predictor, algorithms, supervised
 from perfed.core.message import Message
 from perfed.core.schema import from_mapping
 from perfed.runs.result import headline_kind
@@ -62,7 +62,7 @@ class EvidenceBesideLocal(PerFedEvidence):
     what it would be with more caution: one run instead of three, and on a GPU, where no two runs
     are equal to the last bit, the very same local model."""
 
-    def models(self, client: Client, message: Message) -> dict[str, Judged]:
+    def models(self, client: Client, message: Message) -> dict[str, Predictor]:
         cautious = self.personal(client, CAUTION)
         return super().models(client, message) | {"local": client.weights, "cautious": cautious}
 
@@ -142,7 +142,7 @@ def methods(family: str, partition: str) -> dict[str, dict[str, Any]]:
         found[short.get(name, name)] = algorithm
         if name == "perfed-ckt" and family in TUNED_AS:
             found[f"{short[name]} at {MIDDLE}"] = algorithm | {"weight": MIDDLE}
-    again = {"name": "local-again", "participation": "drawn"}
+    again = {"name": "local-again", "participation": "selected"}
     return found | {"local again": again, "cautious": found["evidence"] | {"caution": CAUTION}}
 
 
@@ -226,7 +226,7 @@ def trial(
 ) -> dict[str, Experiment]:
     """A run for each tuning seed. Only its validation data are looked at."""
     tried = {"name": method, **CLUSTERS.get(method, {})}
-    tried |= {"participation": "drawn"} if weight is None else {"weight": weight}
+    tried |= {"participation": "selected"} if weight is None else {"weight": weight}
     runs = {}
     for seed in TUNING_SEEDS:
         what = replace(experiment(family, partition, tried, seed), **JUDGES["own"])

@@ -65,15 +65,15 @@ def comparison(family: str, judge: str = "") -> str:
         "clients, ± standard deviation over seeds. Above local: points above the client's own "
         "model trained alone at the same times, mean over clients ± standard error over seeds; "
         "n < 10: of clients with fewer than ten training samples, where there are "
-        "ten of them. Harmed: clients more than 2 points below their local model. Judged by "
-        f"{_judged_by(record)} "
+        "ten of them. Harmed: clients more than 2 points below their local model. Evaluated on "
+        f"{_evaluated_on(record)} "
         f"{' and '.join(map(machine, [record['environment'], *record['other_environments']]))}."
     )
     tables[-1] = Table(tables[-1].title, tables[-1].header, tables[-1].rows, note)
     return layout.markdown(tables)
 
 
-def _judged_by(record: dict[str, Any]) -> str:
+def _evaluated_on(record: dict[str, Any]) -> str:
     config = record["config"]
     if not config.get("fresh_test", 0):
         return "the clients' own test samples"
@@ -163,7 +163,7 @@ def promise() -> str:
         "harmed %",
         "at most 5 %",
         f"{CAUTIOUS}, harmed %",
-        "judged alike: above local, harmed %",
+        "evaluated alike: above local, harmed %",
         "by own tests: above local, harmed %",
         "bytes a round",
     )
@@ -171,9 +171,10 @@ def promise() -> str:
         "Above local: mean over clients ± standard error over seeds. n < 10: of clients with fewer "
         f"than ten training samples, where there are ten of them; the mean of these {len(small)} "
         f"settings is {statistics.mean(small):+.1f} points. Harmed: more than {HARM:g} points "
-        "below the own local model. CIFAR-10: judged by 2,000 samples that no client holds, with "
-        "the label mix of all that the client has. Judged alike: with the mix of its own test "
-        "samples. By own tests: by these samples themselves, which is all there is with the digits."
+        "below the own local model. CIFAR-10: evaluated on 2,000 samples that no client holds, "
+        "with the label mix of all that the client has. Evaluated alike: with the mix of its own "
+        "test samples. By own tests: by these samples themselves, which is all there is with the "
+        "digits."
     )
     return layout.markdown([Table("", header, rows, note)])
 

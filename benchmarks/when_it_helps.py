@@ -108,7 +108,7 @@ class Setting:
     def experiments(self, base: Mapping[str, Any]) -> Iterator[tuple[str, str, Experiment]]:
         """A name, the method, the experiment."""
         methods = {
-            "local": {"name": "local", "participation": "drawn"},
+            "local": {"name": "local", "participation": "selected"},
             "c=1": {"name": "perfed-ckt", "clusters": 1, "weight": self.weight},
             "c=3": {"name": "perfed-ckt", "clusters": 3, "weight": self.weight},
         }

@@ -128,7 +128,7 @@ def test_the_algorithm_in_contributing_is_complete_short_and_right(
     (source,) = code("CONTRIBUTING.md", "python")
     assert len(source.splitlines()) < 40
     (tmp_path / "half_way.py").write_text(source)
-    command = ["compare", "-a", "local,participation=drawn"]
+    command = ["compare", "-a", "local,participation=selected"]
     command += ["-a", "half_way:HalfWay,distance=0", "-a", "half_way:HalfWay,distance=0.3"]
     command += ["--set", "rounds=3", "--set", "evaluate_every=3", "--out", "out"]
     done = warm.perform(command, cwd=tmp_path)

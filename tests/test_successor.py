@@ -33,7 +33,7 @@ beside = losses("evidence-beside-local")
 apart = {
     "personal": losses("perfed-evidence")["personal"],
     "cautious": losses("perfed-evidence", caution=successor.CAUTION)["personal"],
-    "local": losses("local", participation="drawn")["personal"],
+    "local": losses("local", participation="selected")["personal"],
 }
 assert beside.keys() == apart.keys()
 for kind in apart:

@@ -162,7 +162,7 @@ class Start:
         self, name: str, clients: int, methods: Sequence[str], models: Sequence[str]
     ) -> Experiment | Comparison:
         """Numbers that fit the data; an error where something given does not."""
-        drawn = min(10, max(1, -(-clients // 2)))
+        selected = min(10, max(1, -(-clients // 2)))
         minimum = max(3, min(MINIMUM, len(self.samples.x) // clients // 2))
         partition: Any = {"name": "dirichlet", "alpha": 0.1, "minimum": minimum}
         values: dict[str, Any] = {
@@ -170,13 +170,13 @@ class Start:
             "about": "Written by perfed init.",
             "rounds": 50,
             "clients": clients,
-            "clients_per_round": drawn,
+            "clients_per_round": selected,
             "data": self.data,
             "partition": "given" if self.named_clients else partition,
             "split": {"train": [0.6], "validation": 0.1, "test": 0.3},
             "models": list(models),
         }
-        chosen = [_fitting(method, drawn) for method in methods]
+        chosen = [_fitting(method, selected) for method in methods]
         one = {"algorithm": chosen[0]} if len(chosen) == 1 else {"algorithms": chosen}
         what = parse(values | one)
         for experiment in what.experiments() if isinstance(what, Comparison) else [what]:

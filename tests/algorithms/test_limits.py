@@ -20,7 +20,7 @@ from tests.conftest import played, simulate, spec
 from tests.engines.clients import run_task, working_client
 
 MODELS = {"architectures": ["mlp", {"name": "cnn", "batchnorm": True}]}
-LOCAL = {"name": "local", "participation": "drawn"}
+LOCAL = {"name": "local", "participation": "selected"}
 
 
 def after(rounds: int, algorithm: Any, **changes: Any) -> Simulation:
@@ -289,11 +289,11 @@ def test_no_algorithm_looks_at_test_data(name: str, tmp_path: Path) -> None:
         for round in range(3):
             simulation.play_round(round, Channel())
         messages = simulation.evaluation_messages(3)
-        judged = [
+        evaluated = [
             model
             for k, m in messages.items()
             for model in simulation.population.models(k, m, 3).values()
         ]
-        return [model.tensors() for model in judged]
+        return [model.tensors() for model in evaluated]
 
     assert_equal(trained(True), trained(False))

@@ -113,7 +113,7 @@ class World:
         """What the package's server remembers."""
         return self.simulation.progress.state
 
-    def judged(self, client: int, round: int) -> dict[str, Any]:
+    def evaluated(self, client: int, round: int) -> dict[str, Any]:
         message = self.simulation.evaluation_messages(round)[client]
         return self.simulation.population.models(client, message, round)
 
@@ -149,7 +149,7 @@ def test_fedavg() -> None:
     for t, drawn in world.rounds(3):
         x = world.mean({k: descend(x, world.batches(k, t), rate_in(t)) for k in drawn})
         assert_equal(world.state[LINEAR], x)
-        assert_equal(world.judged(0, t)["global"], x)
+        assert_equal(world.evaluated(0, t)["global"], x)
 
 
 def test_fedprox() -> None:
@@ -201,9 +201,9 @@ def test_ditto() -> None:
             )
         x = world.mean({k: descend(x, world.batches(k, t), rate_in(t)) for k in drawn})
         for k in range(CLIENTS):
-            judged = world.judged(k, t)
-            assert_equal(judged["personal"], personal[k])
-            assert_equal(judged["global"], x)
+            evaluated = world.evaluated(k, t)
+            assert_equal(evaluated["personal"], personal[k])
+            assert_equal(evaluated["global"], x)
 
 
 @pytest.mark.parametrize("variant", ["first-order", "hessian-free"])
@@ -230,10 +230,10 @@ def test_per_fedavg(variant: str) -> None:
     for t, drawn in world.rounds(2):
         x = world.mean({k: meta_trained(x, k, t) for k in drawn})
         for k in range(CLIENTS):
-            judged = world.judged(k, t)
-            assert_equal(judged["global"], x)
+            evaluated = world.evaluated(k, t)
+            assert_equal(evaluated["global"], x)
             fresh = world.batches(k, t, steps=adaptation, stream=1)
-            assert_equal(judged["personal"], descend(x, fresh, α))
+            assert_equal(evaluated["personal"], descend(x, fresh, α))
 
 
 def test_hypcluster() -> None:
@@ -258,9 +258,9 @@ def test_hypcluster() -> None:
             )
         for cluster, θ in enumerate(models):
             assert_equal(world.state[LINEAR][str(cluster)], θ)
-        for k in range(CLIENTS):  # judged is the model the client would now pick
+        for k in range(CLIENTS):  # evaluated is the model the client would now pick
             best = min(models, key=lambda θ, k=k: loss(θ, world.data(k, "train")))
-            assert_equal(world.judged(k, t)["personal"], best)
+            assert_equal(world.evaluated(k, t)["personal"], best)
         idle |= used - set(choice.values())
         used |= set(choice.values())
     assert len(used) > 1
@@ -298,7 +298,7 @@ def test_fedfomo() -> None:
             trained[k] = descend(start, world.batches(k, t), rate_in(t))
         own, sent = own | trained, trained
         for k in range(CLIENTS):
-            assert_equal(world.judged(k, t)["personal"], own[k])
+            assert_equal(world.evaluated(k, t)["personal"], own[k])
         for (k, n), weight in affinity.items():
             found = float(world.state["affinity"][str(k)][str(n)])
             assert found == pytest.approx(weight, abs=1e-10)

@@ -89,7 +89,7 @@ def test_weight_zero_is_local_training_to_the_bit(tmp_path: Path, batchnorm: str
         tmp_path / "ckt", algorithm={"name": "perfed-ckt", "clusters": 2, "weight": 0}, **changes
     )
     local = final_weights(
-        tmp_path / "local", algorithm={"name": "local", "participation": "drawn"}, **changes
+        tmp_path / "local", algorithm={"name": "local", "participation": "selected"}, **changes
     )
     for k in range(6):
         assert all(torch.equal(ckt[k][name], local[k][name]) for name in local[k])

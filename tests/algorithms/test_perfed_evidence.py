@@ -29,7 +29,7 @@ from perfed.core.streams import stream_key, uniform_indices
 from perfed.core.tree import Weights, combine
 from perfed.data import build_federation
 from perfed.engines.base import ClientRecord
-from perfed.runs.model_file import JudgedModule, module_of
+from perfed.runs.model_file import PredictorModule, module_of
 from tests.conftest import played, simulate, tiny
 from tests.engines.clients import run_task
 
@@ -161,7 +161,7 @@ def test_the_witness_is_local_training_to_the_bit(public_batchnorm: str) -> None
         "training": {"steps": 3, "batch_size": 8, "public_batchnorm": public_batchnorm},
     }
     evidence = played(3, algorithm="perfed-evidence", **changes)
-    local = played(3, algorithm={"name": "local", "participation": "drawn"}, **changes)
+    local = played(3, algorithm={"name": "local", "participation": "selected"}, **changes)
     drawn = 0
     for client, record in evidence.population.records.items():
         if record.state:
@@ -207,7 +207,7 @@ def test_the_server_pools_what_each_client_sent_last() -> None:
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
 def test_a_client_predicts_with_a_mixture_of_its_two_models(share: float) -> None:
-    """Judged by an engine, and made a module of; a share of zero is the witness alone."""
+    """Predictor by an engine, and made a module of; a share of zero is the witness alone."""
     simulation = played(
         2, algorithm="perfed-evidence", models={"architectures": [{"name": "mlp", "hidden": []}]}
     )
@@ -230,9 +230,9 @@ def test_a_client_predicts_with_a_mixture_of_its_two_models(share: float) -> Non
     message = simulation.evaluation_messages(2)[client]
     model = population.models(client, message, 2)["personal"]
     assert isinstance(model, Mixture) is (share > 0)
-    judged = population.evaluate({client: message}, 2)["personal"]
+    evaluated = population.evaluate({client: message}, 2)["personal"]
     likelihoods = expected[np.arange(len(x)), samples.y[split.test]]
-    assert judged["test_loss"][client] == pytest.approx(-np.log(likelihoods).mean(), rel=1e-4)
+    assert evaluated["test_loss"][client] == pytest.approx(-np.log(likelihoods).mean(), rel=1e-4)
 
     def network(name: str) -> tuple[torch.nn.Module, str]:
         return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10)), "1"
@@ -284,7 +284,7 @@ def test_one_step_is_the_gradient_of_the_objective() -> None:
     assert np.allclose(after["1.bias"].numpy(), b - rate * grad_b, atol=1e-10)
 
 
-def test_a_saved_model_predicts_as_it_was_judged(tmp_path: Path) -> None:
+def test_a_saved_model_predicts_as_it_was_evaluated(tmp_path: Path) -> None:
     experiment = tiny(
         algorithm={"name": "perfed-evidence", "caution": 0.0},
         models={"architectures": [{"name": "cnn", "batchnorm": True}]},
@@ -298,7 +298,7 @@ def test_a_saved_model_predicts_as_it_was_judged(tmp_path: Path) -> None:
     mixtures = 0
     for client, split in enumerate(federation.splits):
         model = result.model(client)
-        mixtures += isinstance(model, JudgedModule)
+        mixtures += isinstance(model, PredictorModule)
         logits = model(torch.tensor(federation.samples.x[split.test]).float()).detach()
         y = torch.tensor(federation.samples.y[split.test]).long()
         loss = torch.nn.functional.cross_entropy(logits, y)

@@ -32,7 +32,7 @@ def test_majority_predicts_the_most_frequent_training_label(tmp_path: Path) -> N
 def test_local_trains_everyone_or_those_drawn(tmp_path: Path) -> None:
     everyone = perfed.run(tiny(algorithm="local"), tmp_path / "all")
     drawn = perfed.run(
-        tiny(algorithm={"name": "local", "participation": "drawn"}), tmp_path / "drawn"
+        tiny(algorithm={"name": "local", "participation": "selected"}), tmp_path / "drawn"
     )
     sizes = [
         {len(line["clients"]) for line in result.directory.lines("rounds.jsonl")}

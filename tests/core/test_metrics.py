@@ -200,15 +200,15 @@ def test_summaries_say_over_whom_they_average() -> None:
         columns,
         train_sizes=np.array([1, 9, 10, 1000]),
         test_sizes=np.array([1, 1, 1, 7]),
-        drawn=np.array([False, True, True, False]),
+        selected=np.array([False, True, True, False]),
     )
     assert summary["test_accuracy"] == 0.5
-    assert summary["test_accuracy_drawn"] == 0.75
+    assert summary["test_accuracy_selected"] == 0.75
     assert summary["test_accuracy_weighted"] == pytest.approx((1 + 0.5 + 3.5) / 10)
     assert summary["test_accuracy_worst_decile"] == 0.0
     assert summary["test_accuracy_by_train_size"] == {"1-9": 0.5, "10-99": 0.5, "1000+": 0.5}
     nobody = summarize(columns, np.ones(4), np.ones(4), np.zeros(4, dtype=bool))
-    assert nobody["test_accuracy_drawn"] is None
+    assert nobody["test_accuracy_selected"] is None
 
 
 def test_selection_is_without_replacement_and_by_size() -> None:

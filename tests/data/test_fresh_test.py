@@ -73,7 +73,7 @@ def stored(tmp_path: Path) -> dict[str, Any]:
     return {"name": "npz", "path": str(tmp_path / "mine.npz"), "public": 50, "samples": 300}
 
 
-def test_training_is_the_same_and_only_the_judgement_differs(
+def test_training_is_the_same_and_only_the_evaluation_differs(
     stored: dict[str, Any], tmp_path: Path
 ) -> None:
     experiment = tiny(
@@ -99,8 +99,8 @@ def test_training_is_the_same_and_only_the_judgement_differs(
 
 
 def test_neither_public_nor_kept_once_it_is_chosen(stored: dict[str, Any]) -> None:
-    """Pictures, as bytes: what a client is judged by is in nobody's hands, the public set's either;
-    and the rest of the data does not stay in memory."""
+    """Pictures, as bytes: what a client is evaluated on is in nobody's hands, not in the public
+    set's either; and the rest of the data does not stay in memory."""
     path = Path(stored["path"]).with_name("pictures.npz")
     random = np.random.default_rng(1)
     x = random.integers(0, 256, (600, 3, 4, 4), dtype=np.uint8)
@@ -119,7 +119,7 @@ def test_neither_public_nor_kept_once_it_is_chosen(stored: dict[str, Any]) -> No
     assert samples.spare is None
 
 
-def test_with_the_mix_of_test_samples_nobody_is_judged_otherwise_on_average() -> None:
+def test_with_the_mix_of_test_samples_nobody_is_evaluated_otherwise_on_average() -> None:
     """Who always names the most frequent training label is right as often as by its own test
     samples. With the mix of all it holds, training samples too, it is right more often."""
     random = np.random.default_rng(0)

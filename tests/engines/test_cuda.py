@@ -134,8 +134,8 @@ def test_no_steps_leave_a_model_as_it_is_on_the_gpu() -> None:
     experiment = tiny(algorithm={"name": "per-fedavg", "adaptation_steps": 0})
     simulation = Simulation(experiment, how=Execution(device="cuda", engine="stacked"))
     simulation.begin(Channel())
-    judged = simulation.population.models(0, simulation.evaluation_messages(0)[0], 0)
-    adapted, model = (judged[kind].params for kind in ("personal", "global"))  # type: ignore[union-attr]
+    evaluated = simulation.population.models(0, simulation.evaluation_messages(0)[0], 0)
+    adapted, model = (evaluated[kind].params for kind in ("personal", "global"))  # type: ignore[union-attr]
     assert all(torch.equal(adapted[name], model[name]) for name in model)
 
 

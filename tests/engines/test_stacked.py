@@ -91,11 +91,13 @@ def contents(simulation: Simulation) -> dict[str, Tensor]:
     clients = {str(k): {"model": records[k].weights, "state": records[k].state} for k in records}
     messages = simulation.evaluation_messages(9)
     columns = simulation.population.evaluate(messages, 9)
-    judged = {
+    evaluated = {
         kind: {name: torch.tensor(values) for name, values in column.items()}
         for kind, column in columns.items()
     }
-    return flatten({"clients": clients, "server": simulation.progress.state, "judged": judged})
+    return flatten(
+        {"clients": clients, "server": simulation.progress.state, "evaluated": evaluated}
+    )
 
 
 def assert_same(one: Simulation, other: Simulation, tolerance: float) -> None:
@@ -334,8 +336,8 @@ def mean_square(model: Network, private: Private, public: None) -> Tensor:
 def test_no_steps_leave_a_model_as_it_is(begin: Callable[..., Simulation]) -> None:
     simulation = begin(tiny(algorithm={"name": "per-fedavg", "adaptation_steps": 0}))
     for client, message in play(simulation, 1).evaluation_messages(1).items():
-        judged = simulation.population.models(client, message, 1)
-        adapted, model = (judged[kind].params for kind in ("personal", "global"))  # type: ignore[union-attr]
+        evaluated = simulation.population.models(client, message, 1)
+        adapted, model = (evaluated[kind].params for kind in ("personal", "global"))  # type: ignore[union-attr]
         assert all(torch.equal(adapted[name], model[name]) for name in model)
 
 
@@ -464,6 +466,6 @@ def test_bf16_is_the_same_on_both_engines_after_many_steps(models: Any) -> None:
 
 
 def test_a_client_that_is_not_drawn_keeps_nothing() -> None:
-    experiment = tiny(algorithm={"name": "local", "participation": "drawn"}, clients=20)
+    experiment = tiny(algorithm={"name": "local", "participation": "selected"}, clients=20)
     simulation = play(Simulation(experiment, how=STACKED), 1)
     assert len(simulation.population.records) == 3

@@ -32,7 +32,7 @@ from tests.engines.clients import working_client
 from tests.engines.test_stacked import MIXED, assert_same, play
 from tests.runs.test_resume import assert_resumes_to_the_same_bytes
 
-LOCAL = {"name": "local", "participation": "drawn"}
+LOCAL = {"name": "local", "participation": "selected"}
 BASE = {"steps": 4, "batch_size": 8, "public_batch_size": 8, "learning_rate": 0.05}
 OPTIMIZERS: dict[str, tuple[dict[str, Any], Any]] = {
     "plain": ({}, lambda p: torch.optim.SGD(p, lr=0.05)),

@@ -479,7 +479,7 @@ def test_an_answer_that_does_not_fit_the_others_is_left_out(oddity: str, tmp_pat
     assert first["absent"]["1"] == first["refused"]["1"] == reason
 
 
-def test_the_final_models_are_judged_though_nobody_answers_at_first(tmp_path: Path) -> None:
+def test_the_final_models_are_evaluated_though_nobody_answers_at_first(tmp_path: Path) -> None:
     folder = write_federation(
         tmp_path / "federation", SAME, algorithm="fedavg", rounds=2, evaluate_every=2
     )
@@ -518,11 +518,11 @@ def test_a_start_that_failed_does_not_block_the_folder(tmp_path: Path) -> None:
     assert run(folder, desk(folder)).summary["finished"]
 
 
-def test_who_judges_other_models_than_the_rest_is_not_counted(tmp_path: Path) -> None:
+def test_who_evaluates_other_models_than_the_rest_is_not_counted(tmp_path: Path) -> None:
     folder = write_federation(tmp_path / "federation", rounds=1)
 
     class Other(Desk):
-        """Node 11 judges a global model, where there are personal ones."""
+        """Node 11 evaluates a global model, where there are personal ones."""
 
         def send(self, node: int, task: Envelope, seconds: float) -> str:
             name = super().send(node, task, seconds)
@@ -535,7 +535,7 @@ def test_who_judges_other_models_than_the_rest_is_not_counted(tmp_path: Path) ->
             return name
 
     result = run(folder, Other(desk(folder).sites))
-    judged = lines(result.path, "clients.jsonl")[-1]
-    assert judged.keys() == {"round", "personal"}
-    counted = [value is not None for value in judged["personal"]["test_accuracy"]]
+    evaluated = lines(result.path, "clients.jsonl")[-1]
+    assert evaluated.keys() == {"round", "personal"}
+    counted = [value is not None for value in evaluated["personal"]["test_accuracy"]]
     assert counted == [True, False, True]

@@ -13,7 +13,7 @@ import torch
 
 from perfed import Result
 from perfed.core import tensorfile
-from perfed.core.judged import Mixture
+from perfed.core.predictor import Mixture
 from perfed.flower.certificates import write_certificates, write_node_key
 from perfed.flower.coordinator import coordinate
 from perfed.flower.initialise import APP

@@ -95,7 +95,7 @@ def test_nothing_is_overwritten_and_nothing_is_left_half_written(tmp_path: Path)
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "link.example.org", "10.0.0.7"])
 def test_the_certificate_is_good_for_its_hosts_and_no_other(tmp_path: Path, host: str) -> None:
-    """Judged by OpenSSL: a handshake with a verifying client."""
+    """Predictor by OpenSSL: a handshake with a verifying client."""
     hosts = ["link.example.org", "10.0.0.7"]
     initialise(tmp_path / "f", 1, tls=True, hosts=hosts)
     initialise(tmp_path / "g", 1, tls=True, hosts=hosts)

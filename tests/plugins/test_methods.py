@@ -175,7 +175,7 @@ def test_heads_are_one_and_the_rest_is_ones_own() -> None:
 def test_without_imitation_the_own_network_trains_alone() -> None:
     spec = CASES["fml"]["algorithm"] | {"labels": 1.0}
     together = played("fml", algorithm=spec)
-    alone = played("fml", algorithm={"name": "local", "participation": "drawn"})
+    alone = played("fml", algorithm={"name": "local", "participation": "selected"})
     for client in together.records:
         one, other = (s.records[client].weights.params for s in (together, alone))
         assert all(torch.allclose(one[name], other[name], atol=1e-12) for name in one)

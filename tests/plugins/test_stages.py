@@ -210,10 +210,10 @@ def test_bytes_are_counted_as_sent_and_parameters_as_written(tmp_path: Path) -> 
                 assert now[f"{way}_parameters"] == before[f"{way}_parameters"]
                 assert now[f"{way}_bytes"] <= 0.5 * before[f"{way}_bytes"]
             if name == "fedavg" and one["round"] >= 0:
-                judged = [line["evaluation_traffic"] for line in (one, other)]
-                assert judged[0]["down_parameters"] == judged[1]["down_parameters"] > 0
-                assert 0 < judged[0]["down_bytes"] <= 0.5 * judged[1]["down_bytes"]
-                assert judged[0]["up_bytes"] == 0
+                evaluated = [line["evaluation_traffic"] for line in (one, other)]
+                assert evaluated[0]["down_parameters"] == evaluated[1]["down_parameters"] > 0
+                assert 0 < evaluated[0]["down_bytes"] <= 0.5 * evaluated[1]["down_bytes"]
+                assert evaluated[0]["up_bytes"] == 0
 
 
 def test_what_the_channel_counts_is_what_is_sent(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def test_a_method_is_compared_with_local_training_of_the_same_clients(tmp_path: 
 
 
 def test_of_two_ways_to_train_alone_the_page_takes_that_of_the_table(tmp_path: Path) -> None:
-    drawn = {"name": "local", "participation": "drawn"}
+    drawn = {"name": "local", "participation": "selected"}
     experiments = [tiny(rounds=1, algorithm=a, seed=1) for a in ("local", drawn, "fedavg")]
     paths = [perfed.run(e, tmp_path / str(n)).path for n, e in enumerate(experiments)]
     curves = gather.series(gather.read(paths))
@@ -122,7 +122,7 @@ def test_a_run_in_the_making_is_read_as_far_as_it_goes(
     assert len(runs) == 11
     assert gather.planned([path]) == 12
     assert (runs[begun].kinds, runs[begun].clients, runs[begun].over) == ([], [], False)
-    assert set(runs[going].judged) == set(runs[going].evaluated) == {0, 1, 2}
+    assert set(runs[going].client_numbers) == set(runs[going].evaluated) == {0, 1, 2}
     assert not runs[going].over
     assert runs[failed].over
     assert runs[failed].failure == "round 3: not finite"

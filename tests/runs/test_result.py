@@ -162,18 +162,18 @@ def test_a_comparison_with_local_training_says_who_gains_and_who_loses(tmp_path:
         losing_share = np.mean([found[seed]["losing"] for seed in ("0", "1")])
         assert losing == f"{100 * losing_share:.0f}"
     assert "Against local\n" in done.table()
-    assert "participation=drawn" in table.note  # in every round all train alone
+    assert "participation=selected" in table.note  # in every round all train alone
 
 
 def test_of_two_ways_to_train_alone_the_same_clients_at_the_same_times(tmp_path: Path) -> None:
-    drawn = {"name": "local", "participation": "drawn"}
+    drawn = {"name": "local", "participation": "selected"}
     done = compared(tmp_path / "run", ["local", drawn, "fedavg"], [3])
     table = done.tables()[1]
-    assert table.title == "Against local(participation=drawn)"
+    assert table.title == "Against local(participation=selected)"
     assert [row[0] for row in table.rows] == ["local", "fedavg"]
     assert "±" not in "".join(cell for row in table.rows for cell in row)  # one seed has no spread
-    assert "participation=drawn" not in table.note
-    assert done.record()["against_local"]["local"] == "local(participation=drawn)"
+    assert "participation=selected" not in table.note
+    assert done.record()["against_local"]["local"] == "local(participation=selected)"
     without = compared(tmp_path / "without", ["fedavg"], [3])
     assert len(without.tables()) == 1
     assert without.record()["against_local"] is None

@@ -13,7 +13,7 @@ from functools import partial
 
 from perfed.algorithms.fedavg import FedAvg
 from perfed.algorithms.fedprox import held_near
-from perfed.core.algorithm import Client, Judged, algorithms, supervised
+from perfed.core.algorithm import Client, Predictor, algorithms, supervised
 from perfed.core.message import Message
 from perfed.core.schema import option
 
@@ -32,5 +32,5 @@ class Ditto(FedAvg):
         trained = client.sgd(start, supervised, stream=0)
         return Message(model=trained, samples=client.samples)
 
-    def models(self, client: Client, message: Message) -> dict[str, Judged]:
+    def models(self, client: Client, message: Message) -> dict[str, Predictor]:
         return {"personal": client.weights, "global": message["model"]}

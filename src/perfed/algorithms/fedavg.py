@@ -13,7 +13,7 @@ from perfed.core.algorithm import (
     Algorithm,
     Client,
     ClientInfo,
-    Judged,
+    Predictor,
     Reply,
     Server,
     algorithms,
@@ -50,7 +50,7 @@ class FedAvg(Algorithm):
     def evaluation_message(self, server: Server, state: Tree, client: ClientInfo) -> Message:
         return self.broadcast(server, state, client)
 
-    def models(self, client: Client, message: Message) -> dict[str, Judged]:
+    def models(self, client: Client, message: Message) -> dict[str, Predictor]:
         return {"global": message["model"]}
 
 

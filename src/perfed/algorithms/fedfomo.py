@@ -1,7 +1,7 @@
 """FedFomo (Zhang et al. 2021): each client mixes the models that help on its validation data.
 
-A client drawn gets up to M models that other clients of its architecture sent when they were last
-drawn together. With θ_k its own model as it was *before* its last training, it weighs every one of
+A selected client gets up to M models that other clients of its architecture sent when they were
+last selected. With θ_k its own model as it was *before* its last training, it weighs every one of
 them, and its own trained model, by
 
     (L_k(θ_k) − L_k(θ_n)) / ‖θ_n − θ_k‖,   L_k the loss on its validation data,

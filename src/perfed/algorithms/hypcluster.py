@@ -18,7 +18,7 @@ from perfed.core.algorithm import (
     Algorithm,
     Client,
     ClientInfo,
-    Judged,
+    Predictor,
     Reply,
     Server,
     algorithms,
@@ -78,7 +78,7 @@ class HypCluster(Algorithm):
     def evaluation_message(self, server: Server, state: Tree, client: ClientInfo) -> Message:
         return self.broadcast(server, state, client)
 
-    def models(self, client: Client, message: Message) -> dict[str, Judged]:
+    def models(self, client: Client, message: Message) -> dict[str, Predictor]:
         return {"personal": choose(client, message)[1]}
 
 

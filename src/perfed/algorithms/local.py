@@ -22,8 +22,8 @@ class Local(Algorithm):
     learns_from_others = False
     reference = True
 
-    participation: Literal["all", "drawn"] = option(
-        "all", "who trains in a round: all clients (as in the paper), or only those drawn"
+    participation: Literal["all", "selected"] = option(
+        "all", "who trains in a round: all clients (as in the paper), or only those selected"
     )
 
     def trains_everyone(self) -> bool:

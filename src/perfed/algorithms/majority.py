@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from perfed.core.algorithm import Algorithm, ClassPrior, Client, Judged, algorithms
+from perfed.core.algorithm import Algorithm, ClassPrior, Client, Predictor, algorithms
 from perfed.core.declaration import Messages
 from perfed.core.message import Message
 
@@ -23,6 +23,6 @@ class Majority(Algorithm):
     def client_round(self, client: Client, message: Message) -> Message:
         return Message()
 
-    def models(self, client: Client, message: Message) -> dict[str, Judged]:
+    def models(self, client: Client, message: Message) -> dict[str, Predictor]:
         # Laplace's rule keeps the log-loss finite and does not move the argmax.
         return {"personal": ClassPrior((client.label_counts() + 1.0).log())}

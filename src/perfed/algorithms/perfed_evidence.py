@@ -53,9 +53,9 @@ from perfed.core.algorithm import (
     Algorithm,
     Client,
     ClientInfo,
-    Judged,
     Mixture,
     Network,
+    Predictor,
     Private,
     Public,
     Reply,
@@ -168,11 +168,11 @@ class PerFedEvidence(Algorithm):
         """The divergence, up to the teacher's entropy, which no student can change."""
         return cross_entropy(said, taught)
 
-    def models(self, client: Client, message: Message) -> dict[str, Judged]:
+    def models(self, client: Client, message: Message) -> dict[str, Predictor]:
         return {"personal": self.personal(client, self.caution)}
 
-    def personal(self, client: Client, caution: float) -> Judged:
-        if not client.state:  # not drawn yet
+    def personal(self, client: Client, caution: float) -> Predictor:
+        if not client.state:  # not selected yet
             return client.weights
         share, sharpness = choice(client.state["proof"], caution)
         if float(share) == 0:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.func import grad
 
 from perfed.algorithms.fedavg import FedAvg
-from perfed.core.algorithm import Client, Judged, Network, Private, algorithms, supervised
+from perfed.core.algorithm import Client, Network, Predictor, Private, algorithms, supervised
 from perfed.core.message import Message
 from perfed.core.schema import option
 from perfed.core.tree import inner_product
@@ -65,7 +65,7 @@ class PerFedAvg(FedAvg):
         model(outer.x)  # moves BatchNorm's running statistics, as a plain step would
         return inner_product(direction, model.params)  # whose gradient is the estimate
 
-    def models(self, client: Client, message: Message) -> dict[str, Judged]:
+    def models(self, client: Client, message: Message) -> dict[str, Predictor]:
         adapted = client.sgd(
             message["model"],
             supervised,

@@ -34,16 +34,16 @@ def refusals(
 ) -> dict[int, str]:
     """Which of the clients' messages do not fit the declaration, each measured alone, and why."""
     refused: dict[int, str] = {}
-    judged: list[tuple[int, str, Leaf, Tensor]] = []
+    checked: list[tuple[int, str, Leaf, Tensor]] = []
     facts = {client: known(client) for client in messages}
     for client, message in messages.items():
         try:
-            judged += _fitting(client, message, declared, facts[client])
+            checked += _fitting(client, message, declared, facts[client])
         except Refused as error:
             refused[client] = str(error)
     refused |= _not_finite({c: m for c, m in messages.items() if c not in refused})
-    judged = [one for one in judged if one[0] not in refused]
-    for client, path, leaf, values in _out_of_range(judged, facts):
+    checked = [one for one in checked if one[0] not in refused]
+    for client, path, leaf, values in _out_of_range(checked, facts):
         reason = leaf.range.fault(values, facts[client])
         refused.setdefault(client, f"{unquote(path)}: {reason}")
     return refused
@@ -72,7 +72,7 @@ def nearest(message: Message, declared: Entries | None) -> Message:
 def _fitting(
     client: int, message: Message, declared: Entries | None, known: Known
 ) -> list[tuple[int, str, Leaf, Tensor]]:
-    """What remains to be judged by its numbers; names, shapes and types are as they must be."""
+    """What remains to be checked by its numbers; names, shapes and types are as they must be."""
     if not isinstance(message, Message):
         raise Refused(f"is a {type(message).__name__}, must be a message")
     if declared is None:
@@ -162,11 +162,11 @@ def _all_finite(tensors: list[Tensor]) -> bool:
 
 
 def _out_of_range(
-    judged: list[tuple[int, str, Leaf, Tensor]], known: Mapping[int, Known]
+    checked: list[tuple[int, str, Leaf, Tensor]], known: Mapping[int, Known]
 ) -> Iterator[tuple[int, str, Leaf, Tensor]]:
     """Those whose numbers are not in their range; a device is waited for once."""
     by_device: dict[torch.device, list[tuple[int, str, Leaf, Tensor]]] = {}
-    for one in judged:
+    for one in checked:
         by_device.setdefault(one[3].device, []).append(one)
     for group in by_device.values():
         verdicts = torch.stack([leaf.range.holds(t, known[client]) for client, _, leaf, t in group])

@@ -10,8 +10,8 @@ client and knowing nothing of where it runs. Only ``client_round`` is required::
     merge               server      the new state from what came back
     messages            both        what these messages hold, by which each is measured on arrival
     describe            server      a few numbers on the new state, for the run directory
-    evaluation_message  server      what a client needs to have its models judged
-    models              one client  which model(s) of this client are to be judged
+    evaluation_message  server      what a client needs to have its models evaluated
+    models              one client  which model(s) of this client are to be evaluated
     networks            both        networks beside the clients' own
 
 State is a tree of tensors (:mod:`perfed.core.tree`). An objective must be a pure function of
@@ -31,9 +31,16 @@ import torch
 from torch import Tensor, nn
 
 from perfed.core.declaration import Messages
-from perfed.core.judged import Adjusted, ClassPrior, Judged, Mixture, NearestPrototype, OfNetwork
 from perfed.core.message import Message
 from perfed.core.network import Network
+from perfed.core.predictor import (
+    Adjusted,
+    ClassPrior,
+    Mixture,
+    NearestPrototype,
+    OfNetwork,
+    Predictor,
+)
 from perfed.core.registry import Component, Registry
 from perfed.core.streams import numpy_stream
 from perfed.core.tree import OWN, Tree, Weights, combine
@@ -44,12 +51,12 @@ __all__ = [
     "ClassPrior",
     "Client",
     "ClientInfo",
-    "Judged",
     "Mixture",
     "NearestPrototype",
     "Network",
     "Objective",
     "OfNetwork",
+    "Predictor",
     "Private",
     "Public",
     "Reply",
@@ -86,7 +93,7 @@ class Client(Protocol):
     """One client, as an algorithm sees it: the same on every engine.
 
     ``weights`` is the client's own model and ``state`` whatever else the algorithm keeps there;
-    both may be assigned, and stay with the client until it is drawn again.
+    both may be assigned, and stay with the client until it is selected again.
     """
 
     weights: Weights
@@ -173,7 +180,7 @@ class Client(Protocol):
     def loss(self, weights: Weights, part: str) -> Tensor:
         """Mean cross-entropy on the client's ``train`` or ``validation`` data."""
 
-    def likelihoods(self, model: Judged, part: str) -> Tensor:
+    def likelihoods(self, model: Predictor, part: str) -> Tensor:
         """The probability that ``model`` gives to the label of each sample of the client's
         ``train`` or ``validation`` data."""
 
@@ -296,7 +303,7 @@ class Algorithm(Component):
         ``evaluated_with_server`` says so. It is counted apart from training's messages."""
         return Message()
 
-    def models(self, client: Client, message: Message) -> dict[str, Judged]:
+    def models(self, client: Client, message: Message) -> dict[str, Predictor]:
         """The models to evaluate: ``personal``, ``global`` or both (LM and GM in the paper)."""
         return {"personal": client.weights}
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from perfed.core.errors import ConfigError
-from perfed.core.judged import What
+from perfed.core.predictor import What
 from perfed.core.tree import Weights
 
 

@@ -10,9 +10,9 @@ from perfed.core.streams import numpy_stream
 def select_clients(
     sizes: np.ndarray, count: int, by_size: bool, seed: int, round: int
 ) -> list[int]:
-    """``count`` distinct clients, drawn one after another with p_k ∝ size (or uniformly)."""
+    """``count`` distinct clients, selected one after another with p_k ∝ size (or uniformly)."""
     chances = sizes / sizes.sum() if by_size else None
-    drawn = numpy_stream(seed, "selection", round=round).choice(
+    selected = numpy_stream(seed, "selection", round=round).choice(
         len(sizes), size=count, replace=False, p=chances
     )
-    return sorted(int(client) for client in drawn)
+    return sorted(int(client) for client in selected)

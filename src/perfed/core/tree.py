@@ -39,7 +39,7 @@ class Weights(NamedTuple):
         return Weights(*({name: t.detach() for name, t in part.items()} for part in self))
 
     def logits(self, outputs: Callable[[Weights], Tensor]) -> Tensor:
-        """As a model to be evaluated (:mod:`perfed.core.judged`): the network itself."""
+        """As a model to be evaluated (:mod:`perfed.core.predictor`): the network itself."""
         return outputs(self)
 
     def tensors(self) -> dict[str, Tensor]:

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, one_hot
 
-from perfed.core.algorithm import Judged, Objective, Private, Public, free_parameters
+from perfed.core.algorithm import Objective, Predictor, Private, Public, free_parameters
 from perfed.core.augmentation import CODES, augmented
 from perfed.core.errors import ConfigError
-from perfed.core.judged import What
 from perfed.core.message import Message
 from perfed.core.network import head_outputs, head_tensors
+from perfed.core.predictor import What
 from perfed.core.streams import shuffled_indices, stream_key, torch_stream, uniform_indices
 from perfed.core.tree import OWN, Tree, Weights
 from perfed.engines.precision import Precision
@@ -136,7 +136,7 @@ class Forward:
         return params | (public_buffers if self.public and public_buffers else buffers)
 
 
-LEARNT_FROM = ("train", "validation")  # never from those a client is judged by
+LEARNT_FROM = ("train", "validation")  # never from those a client is evaluated on
 Request = Sgd | Forward
 Ask = Callable[[Request], Any]
 
@@ -161,7 +161,7 @@ class Job:
         return client.population.seed, self.purpose, client.id, client.round
 
 
-Method = Literal["first_message", "client_round", "models", "judge"]
+Method = Literal["first_message", "client_round", "models", "evaluate"]
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ class Engine(Protocol):
 
     def perform(self, calls: Sequence[Call]) -> list[Any]:
         """What each call gives, in the order of its messages: an :class:`Outcome` by client, for
-        ``models`` the models by client, for ``judge`` a column of all clients for each number."""
+        ``models`` the models by client, for ``evaluate`` a column of clients for each number."""
 
     def commit(self, population: Population) -> None:
         """Keep what the last round changed; without this it leaves no trace."""
@@ -217,7 +217,7 @@ class EngineClient:
     """One client; see :class:`perfed.core.algorithm.Client` for what each member means."""
 
     def __init__(
-        self, population: Population, client: int, round: int, judged: bool = False
+        self, population: Population, client: int, round: int, evaluated: bool = False
     ) -> None:
         self.population = population
         self.id = client
@@ -226,7 +226,7 @@ class EngineClient:
         self.ask: Ask
         """Where requests go: set by the engine that performs this client's job."""
         self._record = population.record(client)
-        self._judged = judged
+        self._evaluated = evaluated
         """Whether its models are only evaluated: what is trained then leaves no trace."""
         self._streams_used = self._trainings = 0
         self.weights = self._record.weights
@@ -281,12 +281,12 @@ class EngineClient:
         where = self._learnt_from(part)
         return cross_entropy(self.said(weights, where), self.population.y[where])
 
-    def likelihoods(self, model: Judged, part: str) -> Tensor:
+    def likelihoods(self, model: Predictor, part: str) -> Tensor:
         where = self._learnt_from(part)
         probabilities = self.said(model, where).softmax(1)
         return probabilities.gather(1, self.population.y[where][:, None])[:, 0]
 
-    def said(self, model: Judged, where: Tensor) -> Tensor:
+    def said(self, model: Predictor, where: Tensor) -> Tensor:
         """The logits of ``model`` for the population's samples at ``where``."""
         return model.logits(_Outputs(self, where, len(where)))
 
@@ -358,7 +358,7 @@ class EngineClient:
 
     @property
     def _keeps_optimizer(self) -> bool:
-        return self.population.training.optimizer_state == "kept" and not self._judged
+        return self.population.training.optimizer_state == "kept" and not self._evaluated
 
     def _optimizer_states(self, slot: str, models: Mapping[str, Weights]) -> dict[str, Tree]:
         """Those of the same training of the client's last round, where they are kept."""

@@ -15,7 +15,7 @@ from perfed.engines.base import Call, ClientRecord, Job, Outcome
 from perfed.engines.population import Population, changed_records
 from perfed.engines.precision import FLOAT32, Precision
 
-JUDGED_AT_ONCE = 256
+EVALUATED_AT_ONCE = 256
 """Clients whose logits are in memory at once."""
 
 
@@ -37,15 +37,15 @@ class LocalEngine:
     def perform(self, calls: Sequence[Call]) -> list[Any]:
         """What each call gives. Evaluations hold the logits of all their clients at once, so they
         come in parts where these are many."""
-        if any(c.method == "judge" and len(c.messages) > JUDGED_AT_ONCE for c in calls):
-            return [self._judged_in_parts(call) for call in calls]
+        if any(c.method == "evaluate" and len(c.messages) > EVALUATED_AT_ONCE for c in calls):
+            return [self._evaluated_in_parts(call) for call in calls]
         return self._perform_at_once(calls)
 
-    def _judged_in_parts(self, call: Call) -> Any:
+    def _evaluated_in_parts(self, call: Call) -> Any:
         clients = list(call.messages)
         parts = []
-        for start in range(0, len(clients), JUDGED_AT_ONCE):
-            few = {k: call.messages[k] for k in clients[start : start + JUDGED_AT_ONCE]}
+        for start in range(0, len(clients), EVALUATED_AT_ONCE):
+            few = {k: call.messages[k] for k in clients[start : start + EVALUATED_AT_ONCE]}
             parts += self._perform_at_once([dataclasses.replace(call, messages=few)])
         return {
             kind: {name: np.concatenate([part[kind][name] for part in parts]) for name in columns}
@@ -76,7 +76,7 @@ class LocalEngine:
 
 
 def _finished(call: Call, jobs: Sequence[Job], returned: list[Any]) -> Any:
-    if call.method == "judge":
+    if call.method == "evaluate":
         return call.population.measured(call.messages, returned)
     if call.method == "models":
         return dict(zip(call.messages, returned, strict=True))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from perfed.config import Training
 from perfed.core.admission import check
-from perfed.core.algorithm import Algorithm, Judged
+from perfed.core.algorithm import Algorithm, Predictor
 from perfed.core.declaration import Known
 from perfed.core.errors import ConfigError, did_you_mean, shape_text
 from perfed.core.message import Message
@@ -65,8 +65,8 @@ class Population:
         self._tasks: dict[str, tuple[Callable[[Any, Message], Any], str]] = {
             "first_message": (self._first_message, "module"),
             "client_round": (self._client_round, "module"),
-            "models": (self._models, "judged-module"),
-            "judge": (self._judge, "judged-module"),
+            "models": (self._models, "evaluated-module"),
+            "evaluate": (self._evaluate, "evaluated-module"),
         }
         dealt = models.deal(federation.train_sizes, seed)
         labels = {architecture: architecture.label() for architecture in dict.fromkeys(dealt)}
@@ -163,25 +163,25 @@ class Population:
         task, purpose = self._tasks[call.method]
         jobs = []
         for number, message in call.messages.items():
-            client = self.client(number, call.round, judged=purpose != "module")
+            client = self.client(number, call.round, evaluated=purpose != "module")
             jobs.append(Job(client, partial(task, client, message), purpose))
         return jobs
 
     def commit(self, records: Mapping[int, ClientRecord]) -> None:
         self.records.update(records)
 
-    def models(self, client: int, message: Message, round: int) -> dict[str, Judged]:
-        """The models of ``client`` that the algorithm wants judged."""
+    def models(self, client: int, message: Message, round: int) -> dict[str, Predictor]:
+        """The models of ``client`` that the algorithm wants evaluated."""
         (models,) = self.engine.perform([self.call("models", {client: message}, round)])
-        judged: dict[str, Judged] = models[client]
-        return judged
+        of_client: dict[str, Predictor] = models[client]
+        return of_client
 
     def evaluate(
         self, messages: Mapping[int, Message], round: int
     ) -> dict[str, dict[str, np.ndarray]]:
         """Per model kind, one number per client: ``{"personal": {"test_accuracy": …}}``."""
         columns: dict[str, dict[str, np.ndarray]]
-        (columns,) = self.engine.perform([self.call("judge", messages, round)])
+        (columns,) = self.engine.perform([self.call("evaluate", messages, round)])
         return columns
 
     # The client's half of the wire is around what the algorithm does there.
@@ -215,7 +215,7 @@ class Population:
             client.kept["link"] = kept
         return sent
 
-    def _models(self, client: EngineClient, message: Message) -> dict[str, Judged]:
+    def _models(self, client: EngineClient, message: Message) -> dict[str, Predictor]:
         declared = self._messages.evaluation
         received, _ = self.link.receive(
             message, client.id, client.round, "evaluation", {}, declared
@@ -237,7 +237,7 @@ class Population:
             Message() if received is None else received,
         )
 
-    def _judge(self, client: EngineClient, message: Message) -> dict[str, Tensor]:
+    def _evaluate(self, client: EngineClient, message: Message) -> dict[str, Tensor]:
         """By model kind, the logits of all samples that one client is evaluated on."""
         models = self._models(client, message)
         where = torch.cat([self.positions(client.id, part) for part in EVALUATED_ON])
@@ -263,9 +263,9 @@ class Population:
     def record(self, client: int) -> ClientRecord:
         return self.records.get(client) or ClientRecord(self._first_weights(client))
 
-    def client(self, client: int, round: int, judged: bool = False) -> EngineClient:
-        """One client, in one round; ``judged`` where its models are only evaluated."""
-        return EngineClient(self, client, round, judged)
+    def client(self, client: int, round: int, evaluated: bool = False) -> EngineClient:
+        """One client, in one round; ``evaluated`` where its models are only evaluated."""
+        return EngineClient(self, client, round, evaluated)
 
     def _first_weights(self, client: int) -> Weights:
         if self._own_initial:
@@ -280,7 +280,7 @@ class Population:
         return self._initial[key]
 
     def _draw_weights(self, architecture: str, *, client: int = -1, number: int = 0) -> Weights:
-        drawn = initial_weights(
+        initial = initial_weights(
             (self.by_label | self.extra)[architecture],
             self.federation.input_shape,
             self.classes,
@@ -288,7 +288,7 @@ class Population:
             client,
             number,
         )
-        weights = with_public_statistics(drawn, self.algorithm, self.training).clone()
+        weights = with_public_statistics(initial, self.algorithm, self.training).clone()
         return Weights(*({n: t.to(self.device) for n, t in part.items()} for part in weights))
 
     def positions(self, client: int, part: str) -> Tensor:

@@ -1,7 +1,6 @@
 """What clients keep, in memory, or on disk beyond a limit.
 
-Only clients that have been drawn are here, so a federation of any size costs what its drawn clients
-cost.
+Only clients that have been selected are here: a federation of any size costs what these cost.
 """
 
 from __future__ import annotations

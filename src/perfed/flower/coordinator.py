@@ -2,7 +2,7 @@
 
 A round asks its sites and waits until each has answered or the deadline is over; who is late, dead
 or failing, or whose answer does not fit what the algorithm declares, is left out. Whoever was left
-out is asked to join again, and is drawn again once it has answered that. With fewer than
+out is asked to join again, and is selected again once it has answered that. With fewer than
 ``minimum`` answers the round is tried again: those who have done it answer from their checkpoints.
 """
 
@@ -192,7 +192,7 @@ class FederatedRun(Coordinator):
             self._wait_for(missing, without={*replies, *self.refused}, seconds=patience)
             if len({*self.membership.present()} - {*replies, *self.refused}) < missing:
                 self.refused = {}  # they may have been mended meanwhile
-            clients = self._draw(round, wanted - len(replies), {*replies, *self.refused})
+            clients = self._select(round, wanted - len(replies), {*replies, *self.refused})
             tasks = [Task(c, kind, round, message) for c, message in messages(clients).items()]
             answers = zip(tasks, (yield tasks), strict=True)
             answered = {task.client: answer for task, answer in answers if answer is not None}
@@ -226,20 +226,20 @@ class FederatedRun(Coordinator):
                 said = now
             time.sleep(self.options.poll)
 
-    def _draw(self, round: int, count: int, without: Iterable[int]) -> list[int]:
+    def _select(self, round: int, count: int, without: Iterable[int]) -> list[int]:
         """As in a simulation, of those that are there."""
         there = [client for client in self.membership.present() if client not in without]
         if not there:
             return []
         sizes = np.array([self.membership.members[client].sizes["train"] for client in there])
-        drawn = select_clients(
+        selected = select_clients(
             sizes,
             min(count, len(there)),
             self.experiment.selection == "by-size",
             self.experiment.seed,
             round,
         )
-        return [there[position] for position in drawn]
+        return [there[position] for position in selected]
 
     # The coordinator's contract.
 
@@ -297,12 +297,14 @@ class FederatedRun(Coordinator):
         with self._timed("evaluate"):
             if (
                 not self.algorithm.evaluated_with_server
-            ):  # a client judges itself whenever it has trained
+            ):  # a client evaluates itself whenever it has trained
                 numbers = self.membership.numbers
             else:
                 numbers = yield from self._ask_for_numbers(round)
                 while len(numbers) < self.options.minimum and round + 1 == self.experiment.rounds:
-                    self._say("too few have judged the final models; again")  # or there is no end
+                    self._say(
+                        "too few have evaluated the final models; again"
+                    )  # or there is no end
                     self._wait_for(self.options.minimum)
                     numbers = yield from self._ask_for_numbers(round)
         numbers = alike(numbers)

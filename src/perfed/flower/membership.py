@@ -52,7 +52,7 @@ class Membership:
     ) -> None:
         self.members: dict[int, Member] = {}
         self.numbers: dict[int, Numbers] = {}
-        """The newest judgement of each client that told its own."""
+        """The newest evaluation of each client that told its own."""
         self.admit: Callable[[Member], None] = lambda member: None
         """Raises PerfedError where the server cannot serve a client."""
         self.has_trained: Callable[[int], bool] = lambda client: False

@@ -17,7 +17,7 @@ NEEDED = [column_name(part, name) for part in EVALUATED_ON for name in ("accurac
 
 
 def checked_numbers(facts: Mapping[str, Any]) -> Numbers:
-    """How a site judges its models; raises Refused where these are not numbers."""
+    """How a site evaluates its models; raises Refused where these are not numbers."""
     known = column_metrics()
     try:
         said = dict(facts["numbers"])
@@ -34,27 +34,31 @@ def checked_numbers(facts: Mapping[str, Any]) -> Numbers:
 
 
 def alike(numbers: Mapping[int, Numbers]) -> dict[int, Numbers]:
-    """Without those who judge other kinds of models than most do."""
-    kinds = Counter(tuple(sorted(judged)) for judged in numbers.values())
+    """Without those who evaluate other kinds of models than most do."""
+    kinds = Counter(tuple(sorted(evaluated)) for evaluated in numbers.values())
     usual = kinds.most_common(1)[0][0] if kinds else ()
-    return {k: judged for k, judged in numbers.items() if tuple(sorted(judged)) == usual}
+    return {k: evaluated for k, evaluated in numbers.items() if tuple(sorted(evaluated)) == usual}
 
 
 def known_to_all(numbers: Mapping[int, Numbers], kind: str) -> list[str]:
     """The metrics that every client told: means over some clients would not be comparable."""
-    return [n for n in column_metrics() if all(n in judged[kind] for judged in numbers.values())]
+    return [
+        n for n in column_metrics() if all(n in evaluated[kind] for evaluated in numbers.values())
+    ]
 
 
 def numbers_in(line: Mapping[str, Any], clients: int) -> dict[int, Numbers]:
     """The numbers of each client, from a line of an evaluation."""
-    judged = {kind: columns for kind, columns in line.items() if kind != "round"}
+    evaluated = {kind: columns for kind, columns in line.items() if kind != "round"}
     return {
         client: {
             kind: {n: values[client] for n, values in columns.items() if values[client] is not None}
-            for kind, columns in judged.items()
+            for kind, columns in evaluated.items()
         }
         for client in range(clients)
-        if all(columns[name][client] is not None for columns in judged.values() for name in NEEDED)
+        if all(
+            columns[name][client] is not None for columns in evaluated.values() for name in NEEDED
+        )
     }
 
 

@@ -33,11 +33,11 @@ class ServerNetworks(Mapping[str, nn.Module]):
         key = (architecture, number)
         if key not in self._initial:
             known, experiment = self._known(architecture), self._experiment
-            drawn = initial_weights(
+            initial = initial_weights(
                 known, self._shape, self._classes, experiment.seed, number=number
             )
             self._initial[key] = with_public_statistics(
-                drawn, experiment.algorithm, experiment.training
+                initial, experiment.algorithm, experiment.training
             )
         return self._initial[key]
 

@@ -215,18 +215,18 @@ class CoordinatorOptions(Options):
     poll: float = option(1.0, "seconds between two checks for answers", gt=0)
 
     def validate(self) -> None:
-        clients, drawn = self.experiment.clients, self.experiment.clients_per_round
-        if self.minimum > drawn:
+        clients, selected = self.experiment.clients, self.experiment.clients_per_round
+        if self.minimum > selected:
             raise ConfigError(
-                f"{self.minimum} answers of {drawn} clients a round: "
-                f"must be at most experiment.clients_per_round, {drawn}",
+                f"{self.minimum} answers of {selected} clients a round: "
+                f"must be at most experiment.clients_per_round, {selected}",
                 "minimum",
             )
         if self.start_with > clients:
             raise ConfigError(f"{self.start_with} of {clients} clients", "start_with")
         if self.experiment.fresh_test:
             raise ConfigError(
-                "there are no samples here: sites are judged by their own",
+                "there are no samples here: sites are evaluated on their own",
                 "experiment.fresh_test",
             )
         here = replace(self.experiment, data=AtSites(), partition=Given())

@@ -5,8 +5,8 @@ Every task may find another process here, so nothing lives in memory. The folder
     site.json                    who this is, so that two sites cannot go by one number
     <run>/plan.json              what the coordinator said when this site joined
     <run>/checkpoint.safetensors the model, the algorithm's state, the last round and its answer
-    <run>/personal.safetensors   the model to use, as last judged (``perfed.load_model``)
-    <run>/report.jsonl           a line per judged round: with the federation, and alone
+    <run>/personal.safetensors   the model to use, as last evaluated (``perfed.load_model``)
+    <run>/report.jsonl           a line per evaluated round: with the federation, and alone
 
 A checkpoint is one file, replaced atomically: killed at any moment, a site has done a round or has
 not. A round that it has done is not trained again; it is answered from the checkpoint.
@@ -188,7 +188,7 @@ class Site:
         }
         if not plan.algorithm.evaluated_with_server:
             round = max(checkpoint.round, 0)
-            facts["numbers"] = self._judge(population, round, Message())[0]
+            facts["numbers"] = self._evaluate(population, round, Message())[0]
         self.say(f"asks to join {task.header.run} as client {options.client}")
         return task.answer(Message(), facts)
 
@@ -252,7 +252,7 @@ class Site:
         before = self._checkpoint(task)
         population = self._population(plan, plan.algorithm, before.record)
         if header.kind == EVALUATE:
-            numbers, models = self._judge(population, header.round, task.message)
+            numbers, models = self._evaluate(population, header.round, task.message)
             self._report(task, plan, before, numbers, models)
             return task.answer(Message(), {"numbers": numbers})
         if before.round == header.round:
@@ -296,18 +296,18 @@ class Site:
 
     def _save(self, task: Envelope, plan: Plan, population: Population, after: Checkpoint) -> None:
         model: Mapping[str, Tensor] = {}
-        judge = not plan.algorithm.evaluated_with_server and task.header.kind != FIRST
-        if judge:
+        evaluates = not plan.algorithm.evaluated_with_server and task.header.kind != FIRST
+        if evaluates:
             if after.record is not None:
                 population.commit({self.options.client: after.record})
-            after.facts["numbers"], model = self._judge(population, after.round, Message())
+            after.facts["numbers"], model = self._evaluate(population, after.round, Message())
         after.save(self._run_folder(task) / CHECKPOINT)
-        if judge:
+        if evaluates:
             self._report(task, plan, after, after.facts["numbers"], model)
 
-    # Judging.
+    # Evaluation.
 
-    def _judge(
+    def _evaluate(
         self, population: Population, round: int, message: Message
     ) -> tuple[Numbers, Mapping[str, Tensor]]:
         """Accuracy and loss by model kind, and the tensors of the model one would use."""
@@ -353,7 +353,7 @@ class Site:
         """The numbers of the copy; none where it has diverged, which is nobody else's matter."""
         population = self._population(plan, reference_algorithm(), record)
         try:
-            numbers, _ = self._judge(population, task.header.round, Message())
+            numbers, _ = self._evaluate(population, task.header.round, Message())
         except Diverged:
             return {}
         return {f"alone_{name}": number for name, number in numbers["personal"].items()}

@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from perfed.core.algorithm import Algorithm, Client, ClientInfo, Judged, Reply, Server, algorithms
+from perfed.core.algorithm import (
+    Algorithm,
+    Client,
+    ClientInfo,
+    Predictor,
+    Reply,
+    Server,
+    algorithms,
+)
 from perfed.core.channel import Channel
 from perfed.core.layout import Table
 from perfed.core.message import Message
@@ -85,7 +93,7 @@ class DryClient:
     def loss(self, weights: Weights, part: str) -> Tensor:
         return torch.tensor(1.0)
 
-    def likelihoods(self, model: Judged, part: str) -> Tensor:
+    def likelihoods(self, model: Predictor, part: str) -> Tensor:
         return torch.ones(1)
 
     def label_counts(self) -> Tensor:

@@ -2,8 +2,8 @@
 
 The paper draws one of three networks for each client, a larger one with a probability in proportion
 to the client's dataset, and divides CIFAR-10 by Dir(0.01). Its figure shows one draw; here is seed
-0's, and the numbers over many seeds: also what they mean for who is ever drawn, and for the cost of
-sending such networks, which the paper's Table 2 states for FedDF.
+0's, and the numbers over many seeds: also what they mean for who is ever selected, and for the cost
+of sending such networks, which the paper's Table 2 states for FedDF.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def figure2(quick: bool = False) -> dict[str, Any]:
                 "labels": counts,
                 "train_sizes": federation.train_sizes.tolist(),
                 "moved": federation.partition_facts["moved_to_minimum"],
-                **_drawn_by_size(federation.train_sizes, seed, chosen.fractions[0]),
+                **_selected_by_size(federation.train_sizes, seed, chosen.fractions[0]),
                 **_feddf_costs(experiment.models, federation, seed),
             }
         )
@@ -77,8 +77,8 @@ def figure2(quick: bool = False) -> dict[str, Any]:
     }
 
 
-def _drawn_by_size(sizes: np.ndarray, seed: int, fraction: float) -> dict[str, int]:
-    """Clients that are never drawn, if they are drawn in proportion to their data."""
+def _selected_by_size(sizes: np.ndarray, seed: int, fraction: float) -> dict[str, int]:
+    """Clients that are never selected, if they are selected in proportion to their data."""
     trained: set[int] = set()
     found = {}
     for round_number in range(500):
@@ -99,8 +99,8 @@ def _feddf_costs(models: Models, federation: Federation, seed: int) -> dict[str,
     for name, by_size in (("cost_uniform", False), ("cost_by_size", True)):
         total = 0
         for round_number in range(COST_ROUNDS):
-            drawn = select_clients(federation.train_sizes, 10, by_size, seed, round_number)
-            up = [dealt[client] for client in drawn]
+            selected = select_clients(federation.train_sizes, 10, by_size, seed, round_number)
+            up = [dealt[client] for client in selected]
             total += sum(sizes[a] for a in up) + sum(sizes[a] for a in set(up))
         costs[name] = total / 1e7
     return costs
@@ -122,10 +122,10 @@ def tables(result: dict[str, Any]) -> list[Table]:
         ["samples of the largest client", *_row(result["largest"])],
         ["clients at the minimum", *_row(result["at_the_minimum"])],
         ["samples moved to reach it", *_row(result["moved"])],
-        ["drawn by size, never in 100 rounds", *_row(result["never_in_100"])],
-        ["drawn by size, never in 500 rounds", *_row(result["never_in_500"])],
-        ["FedDF's cost, drawn uniformly", *_row(result["cost_uniform"])],
-        ["FedDF's cost, drawn by size", *_row(result["cost_by_size"])],
+        ["selected by size, never in 100 rounds", *_row(result["never_in_100"])],
+        ["selected by size, never in 500 rounds", *_row(result["never_in_500"])],
+        ["FedDF's cost, selected uniformly", *_row(result["cost_uniform"])],
+        ["FedDF's cost, selected by size", *_row(result["cost_by_size"])],
     ]
     title = f"Figure 2: {clients} clients, Dir(0.01) on {result['data']}"
     header = ("", "seed 0", f"mean of {result['seeds']} seeds", "smallest", "largest")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 FRACTIONS = (0.10, 0.15)
-"""C: the share of clients that are drawn in a round."""
+"""C: the share of clients that are selected in a round."""
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,7 @@ class TableRun:
         if spec["name"] == "perfed-ckt":
             values["algorithm"]["weight"] = 1.0 if self.quick else WEIGHT
         if spec["name"] == "local":
-            # Every client trains, whatever C is, as in the paper: as often as it would be drawn.
+            # Every client trains, whatever C is, as in the paper: as often as it would be selected.
             values["rounds"] = max(1, round(self.rounds * fraction))
             values["evaluate_every"] = max(1, round(values["evaluate_every"] * fraction))
         if self.settings == "tuned":
@@ -221,7 +221,7 @@ def _has_run(chosen: TableRun, row: Row, records: Mapping[str, Record]) -> bool:
     )
 
 
-_DRAWN = {"uniform": "uniformly", "by-size": "by their size"}
+_SELECTED = {"uniform": "uniformly", "by-size": "by their size"}
 ACCURACY_NOTE = (
     "Test accuracy in %, mean over all clients, ± standard deviation over seeds. "
     "of late: what the last fifth of the rounds added. "
@@ -263,7 +263,8 @@ def _accuracy_table(chosen: TableRun, fraction: float, here: Sequence[Finding]) 
     what = "handwritten digits in the place of CIFAR-10, " if chosen.quick else ""
     title = (
         f"Table {chosen.table}, C={fraction:.2g}, {chosen.settings} settings: {what}"
-        f"{config['clients']} clients drawn {_DRAWN[chosen.selection]}, {chosen.rounds} rounds"
+        f"{config['clients']} clients selected {_SELECTED[chosen.selection]}, "
+        f"{chosen.rounds} rounds"
     )
     return Table(title, header, rows, ACCURACY_NOTE)
 
@@ -380,8 +381,8 @@ def with_options(
     """``chosen`` with what a user asked for instead."""
     if settings is not None and settings not in ("paper", "tuned"):
         raise ConfigError(f"'{settings}' is none of paper, tuned", "--settings")
-    if selection is not None and selection not in _DRAWN:
-        raise ConfigError(f"'{selection}' is none of {', '.join(_DRAWN)}", "--selection")
+    if selection is not None and selection not in _SELECTED:
+        raise ConfigError(f"'{selection}' is none of {', '.join(_SELECTED)}", "--selection")
     changes: dict[str, Any] = {
         "settings": settings,
         "selection": selection,

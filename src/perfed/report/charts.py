@@ -215,7 +215,7 @@ def distribution(curves: Sequence[Series]) -> Chart | None:
     for place, curve in enumerate(reversed(curves)):
         values, texts = [], []
         for run in curve.runs:
-            round = max(run.judged)
+            round = max(run.client_numbers)
             for client, accuracy in enumerate(run.accuracies(curve.kind, round)):
                 if not np.isnan(accuracy):
                     values.append(100 * accuracy)
@@ -338,8 +338,8 @@ def cluster_membership(run: Run, number: int) -> Chart | None:
     theme.legend(figure, axes, min(found.count, 6))
     again, same = found.returns()
     chart.caption = (
-        "Each row is a client. Strong colour: the round in which it was drawn and chose that "
-        f"cluster; pale: until it is drawn again. Last seen in {listed(_populations(found))}."
+        "Each row is a client. Strong colour: the round in which it was selected and chose that "
+        f"cluster; pale: until it is selected again. Last seen in {listed(_populations(found))}."
     )
     if again:
         chart.caption += (
@@ -508,7 +508,7 @@ def time_by_phase(runs: Sequence[Run]) -> Chart | None:
         for label, times in seconds.items()
     ]
     chart.caption = (
-        "Broadcast and merge are the server's work, clients is local training, evaluate judges "
+        "Broadcast and merge are the server's work, clients is local training, evaluate tests "
         f"every client's models. {_highest_and_lowest(words)}. The machine may have had other "
         "work at the time."
     )
@@ -609,7 +609,7 @@ def _pairs(curve: Series, local: Series) -> list[tuple[int, float, str]]:
     pairs = []
     for run in curve.runs:
         other = by_seed.get(run.seed)
-        common = set(run.judged) & set(other.judged) if other else set()
+        common = set(run.client_numbers) & set(other.client_numbers) if other else set()
         if other is None or not common or len(run.clients) != len(other.clients):
             continue
         round = max(common)
@@ -703,7 +703,7 @@ def _populations(found: Membership) -> list[str]:
     counts = {c: last.count(c) for c in range(found.count) if c in last}
     words = [f"{letter(c)}: {n} client{'s' if n > 1 else ''}" for c, n in counts.items()]
     never = len(found.chosen) - len(last)
-    return words + ([f"never drawn: {never}"] if never else [])
+    return words + ([f"never selected: {never}"] if never else [])
 
 
 def _overlap_table(chart: Chart, axes: Axes, table: np.ndarray, names: Sequence[str]) -> None:

@@ -19,7 +19,7 @@ class Membership:
     rounds: int
     count: int
     chosen: dict[int, dict[int, int]]
-    """Of each client, the cluster it chose in the rounds in which it was drawn."""
+    """Of each client, the cluster it chose in the rounds in which it was selected."""
     order: list[int]
     """Clients, those of a cluster together."""
     ids: dict[int, list[int]]
@@ -36,8 +36,8 @@ class Membership:
         """In the second half: how often a client came back, and how often to its last cluster."""
         again = same = 0
         for choices in self.chosen.values():
-            drawn = sorted(choices)
-            for earlier, later in pairwise(drawn):
+            selected = sorted(choices)
+            for earlier, later in pairwise(selected):
                 if later >= self.rounds / 2:
                     again += 1
                     same += choices[earlier] == choices[later]

@@ -57,7 +57,7 @@ class Run:
 
     @property
     def clients_setting(self) -> dict[str, Any]:
-        """What says who the clients are, what they have, and what they are judged by."""
+        """What says who the clients are, what they have, and what they are evaluated on."""
         return {key: self.setting[key] for key in CLIENTS}
 
     @cached_property
@@ -70,7 +70,7 @@ class Run:
         return [line for line in self.lines if line["round"] >= 0]
 
     @cached_property
-    def judged(self) -> dict[int, dict[str, Any]]:
+    def client_numbers(self) -> dict[int, dict[str, Any]]:
         """Every client's numbers by model kind, after each evaluated round. A round counts when
         its own line is there too, which is written last."""
         known = {line["round"] for line in self.rounds}
@@ -141,7 +141,7 @@ class Run:
 
     def accuracies(self, kind: str, round: int) -> np.ndarray:
         """Of every client; NaN where a site has not told."""
-        return np.array(self.judged[round][kind]["test_accuracy"], dtype=float)
+        return np.array(self.client_numbers[round][kind]["test_accuracy"], dtype=float)
 
     def cost(self, round: int, what: str) -> int:
         """``parameters`` or ``bytes`` sent up to the end of a round."""
@@ -211,7 +211,7 @@ class Series:
 
     def pooled(self, round: int) -> np.ndarray:
         """All clients' accuracies of all seeds."""
-        values = [r.accuracies(self.kind, round) for r in self.runs if round in r.judged]
+        values = [r.accuracies(self.kind, round) for r in self.runs if round in r.client_numbers]
         every = np.concatenate(values)
         kept: np.ndarray = every[~np.isnan(every)]
         return kept

@@ -1,6 +1,6 @@
 "use strict";
 // What is under the pointer, in words. A mark has its text in data-tip; the picture of a grid has
-// its rows there, a letter for every round in which the client was drawn.
+// its rows there, a letter for every round in which the client was selected.
 const tip = document.getElementById("tip");
 
 function gridText(image, event) {
@@ -8,14 +8,14 @@ function gridText(image, event) {
   const box = image.getBoundingClientRect();
   const inside = (at, start, size, count) =>
     Math.min(count - 1, Math.max(0, Math.floor((at - start) / size * count)));
-  const [name, drawn] = rows[inside(event.clientY, box.top, box.height, rows.length)];
-  const round = inside(event.clientX, box.left, box.width, drawn.length);
+  const [name, selected] = rows[inside(event.clientY, box.top, box.height, rows.length)];
+  const round = inside(event.clientX, box.left, box.width, selected.length);
   for (let last = round; last >= 0; last--) {
-    if (drawn[last] === ".") continue;
+    if (selected[last] === ".") continue;
     const when = last === round ? "chosen in this round" : `chosen in round ${last + 1}`;
-    return `${name}, round ${round + 1}\ncluster ${drawn[last]}, ${when}`;
+    return `${name}, round ${round + 1}\ncluster ${selected[last]}, ${when}`;
   }
-  return `${name}, round ${round + 1}\nnot drawn yet`;
+  return `${name}, round ${round + 1}\nnot selected yet`;
 }
 
 function show(event) {

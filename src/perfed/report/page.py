@@ -153,7 +153,7 @@ def _about(report: Report) -> str:
     by_seeds = _labels_by_seeds(report.runs)
     facts = [
         _same(f"{e.clients} clients" for e in experiments),
-        _same(f"{e.clients_per_round} drawn a round" for e in experiments),
+        _same(f"{e.clients_per_round} selected a round" for e in experiments),
         _same(f"{e.rounds} rounds" for e in experiments),
         _same(f"{e.data.label()} divided by {e.partition.label()}" for e in experiments),
         next(iter(by_seeds)) if len(by_seeds) == 1 else "",

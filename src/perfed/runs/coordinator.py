@@ -354,8 +354,10 @@ def summaries(
     trained: Sequence[int],
 ) -> dict[str, Any]:
     """A round's averages by model kind; ``trained`` is in how many rounds each client was."""
-    drawn = np.array(trained) > 0
-    return {k: summarize(column, train_sizes, test_sizes, drawn) for k, column in columns.items()}
+    selected = np.array(trained) > 0
+    return {
+        k: summarize(column, train_sizes, test_sizes, selected) for k, column in columns.items()
+    }
 
 
 def difference(after: Traffic, before: Traffic) -> dict[str, int]:

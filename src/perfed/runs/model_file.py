@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from perfed.core import tensorfile
 from perfed.core.errors import ConfigError, RunError
-from perfed.core.judged import What, judged_of
 from perfed.core.network import outputs
+from perfed.core.predictor import What, predictor_of
 from perfed.core.tree import OWN, Weights
 from perfed.models import last_linear
 
@@ -23,7 +23,7 @@ MARK = re.compile(r"(\d+:)*:")
 """How names in a file begin that are no parameter of a network."""
 
 
-class JudgedModule(nn.Module):
+class PredictorModule(nn.Module):
     """A model that is more than a network: its networks, and what it makes of their outputs."""
 
     def __init__(self, tensors: Mapping[str, Tensor], make: Make) -> None:
@@ -33,14 +33,14 @@ class JudgedModule(nn.Module):
         self._marks = [name for name in tensors if MARK.match(name)]
         for number, name in enumerate(self._marks):
             self.register_buffer(f"mark{number}", tensors[name])
-        for weights, network in judged_of(tensors).networks():
+        for weights, network in predictor_of(tensors).networks():
             module, head = make(network)
             self._heads.append(head)
             self.networks.append(filled(module, weights.params))
 
     def forward(self, x: Tensor) -> Tensor:
         marks = {name: self.get_buffer(f"mark{n}") for n, name in enumerate(self._marks)}
-        return judged_of(marks).logits(_Given(x, zip(self.networks, self._heads, strict=True)))
+        return predictor_of(marks).logits(_Given(x, zip(self.networks, self._heads, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def module_of(tensors: Mapping[str, Tensor], make: Make) -> nn.Module:
     """The model that a file holds."""
     if not any(MARK.match(name) for name in tensors):
         return filled(make(OWN)[0], tensors)
-    return JudgedModule(tensors, make)
+    return PredictorModule(tensors, make)
 
 
 def filled(network: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:

@@ -14,7 +14,7 @@ import torch
 
 from perfed.config import Comparison, Experiment
 from perfed.core import tensorfile
-from perfed.core.algorithm import ClientInfo, Judged, Server
+from perfed.core.algorithm import ClientInfo, Predictor, Server
 from perfed.core.channel import Channel
 from perfed.core.declaration import Known
 from perfed.core.errors import ConfigError, RunError
@@ -225,7 +225,7 @@ class Simulation(Coordinator):
     def _evaluate(self, round: int, directory: RunDirectory) -> Steps[dict[str, Any]]:
         with self._timed("evaluate"):
             messages = self.evaluation_messages(round)
-            (columns,) = yield [self.population.call("judge", messages, round)]
+            (columns,) = yield [self.population.call("evaluate", messages, round)]
         for column in columns.values():
             losses = [(n, torch.tensor(v)) for n, v in column.items() if n.endswith("_loss")]
             check_finite(round, {"an evaluation": losses})
@@ -352,13 +352,13 @@ def _replies(outcomes: Mapping[int, Outcome]) -> dict[int, Message]:
     }
 
 
-def _named(models: Mapping[int, Mapping[str, Judged]]) -> Iterator[tuple[str, str, Judged]]:
+def _named(models: Mapping[int, Mapping[str, Predictor]]) -> Iterator[tuple[str, str, Predictor]]:
     for client, by_kind in models.items():
         for kind, model in by_kind.items():
             yield str(client), kind, model
 
 
-def _encoded(named: tuple[str, str, Judged]) -> tuple[str, str, bytes, bytes]:
+def _encoded(named: tuple[str, str, Predictor]) -> tuple[str, str, bytes, bytes]:
     client, kind, model = named
     content = tensorfile.encode(model.tensors())
     return client, kind, content, blake2b(content).digest()

@@ -177,10 +177,10 @@ def _clients(directory: RunDirectory) -> Record:
     """A number per client: how much it has, how often it trained, how well it ends."""
     partition = directory.read_json("partition.json")
     last = directory.lines("clients.jsonl")[-1]
-    drawn = [0] * len(partition["clients"])
+    trained = [0] * len(partition["clients"])
     for line in directory.lines("rounds.jsonl"):
         for client in line["clients"] if line["round"] >= 0 else ():
-            drawn[client] += 1
+            trained[client] += 1
     return {
         "train_size": [len(client["train"]) for client in partition["clients"]],
         "test_size": [len(client["test"]) for client in partition["clients"]],
@@ -188,7 +188,7 @@ def _clients(directory: RunDirectory) -> Record:
             sum(count > 0 for count in client["labels"]["train"]) for client in partition["clients"]
         ],
         "architecture": [client["architecture"] for client in partition["clients"]],
-        "rounds_trained": drawn,
+        "rounds_trained": trained,
         "test_accuracy": {
             kind: [round(value, 5) for value in last[kind]["test_accuracy"]]
             for kind in last

@@ -97,7 +97,7 @@ last round. above local: mean over all clients, ± standard deviation over seeds
 n < {SMALL}: over clients with fewer than {SMALL} training samples. gain, lose: clients
 more than {HARM:g} points above their local model, and below it."""
 EVERYBODY = """
-Local training is of everybody in every round here; local,participation=drawn
+Local training is of everybody in every round here; local,participation=selected
 trains the clients that the others train, at the same times."""
 
 

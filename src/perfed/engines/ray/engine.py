@@ -265,7 +265,7 @@ def dealt(population: Population, workers: int) -> list[int]:
     """The worker of each client.
 
     Clients with like networks and like many samples take turns: so every worker gets its share of
-    each architecture and of those clients that are drawn most often.
+    each architecture and of those clients that are selected most often.
     """
     clients = range(len(population.architectures))
     alike = sorted(clients, key=lambda k: (population.architectures[k], population.train_size(k)))
@@ -277,7 +277,7 @@ def dealt(population: Population, workers: int) -> list[int]:
 
 def joined(call: Call, given: Sequence[tuple[Share, Any]]) -> Any:
     """What the whole call gives, from what the shares gave."""
-    if call.method != "judge":
+    if call.method != "evaluate":
         found = {client: one for _, part in given for client, one in part.items()}
         return {client: found[client] for client in call.messages}
     places = {client: place for place, client in enumerate(call.messages)}

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from perfed.core.judged import What
 from perfed.core.notices import say_once
+from perfed.core.predictor import What
 from perfed.core.streams import seed_generators
 from perfed.engines.base import Forward, Job, Request, Sgd, Trained
 from perfed.engines.local import LocalEngine

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from perfed.core.judged import What
+from perfed.core.predictor import What
 from perfed.engines.base import Trained
 from perfed.engines.stacked import hopper
 from perfed.engines.stacked.stack import (

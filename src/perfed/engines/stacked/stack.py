@@ -22,8 +22,8 @@ from perfed.core.algorithm import Network, Private, Public, trainable
 from perfed.core.augmentation import CODES, augmented
 from perfed.core.errors import ConfigError
 from perfed.core.gradients import check_sample_gradients, clipped_mean
-from perfed.core.judged import What
 from perfed.core.network import declared, head_outputs, outputs
+from perfed.core.predictor import What
 from perfed.core.streams import uniform_indices_each
 from perfed.core.tree import Weights
 from perfed.engines.base import Sgd, Trained, private_draws

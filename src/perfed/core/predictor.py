@@ -31,14 +31,14 @@ class Outputs(Protocol):
         that the algorithm gave to a second one."""
 
 
-class Judged(Protocol):
+class Predictor(Protocol):
     """What ``Algorithm.models`` returns: :class:`Weights`, or one of the kinds below."""
 
     def logits(self, outputs: Outputs) -> Tensor:
         """A row of N numbers for each sample."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """All it consists of, as a file holds it; :func:`judged_of` is the inverse."""
+        """All it consists of, as a file holds it; :func:`predictor_of` is the inverse."""
 
     def networks(self) -> list[tuple[Weights, str]]:
         """The networks it asks for, in that order, with their names."""
@@ -93,7 +93,7 @@ class Adjusted:
 class Mixture:
     """Models whose class probabilities are averaged, each with its share."""
 
-    models: Sequence[Judged]
+    models: Sequence[Predictor]
     shares: Tensor
     marker: ClassVar[str] = ":shares"
 
@@ -116,7 +116,7 @@ class Mixture:
         for name, tensor in tensors.items():
             number, _, inside = name.partition(":")
             parts[int(number)][inside] = tensor
-        return cls([judged_of(part) for part in parts], shares)
+        return cls([predictor_of(part) for part in parts], shares)
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ class OfNetwork:
 KINDS = (Mixture, ClassPrior, Adjusted, NearestPrototype, OfNetwork)  # a mixture may hold others
 
 
-def judged_of(tensors: Mapping[str, Tensor]) -> Judged:
+def predictor_of(tensors: Mapping[str, Tensor]) -> Predictor:
     """The model that a file holds. A file does not tell parameters from buffers: all of a
     network's tensors are in ``params``."""
     for kind in KINDS:
