@@ -12,16 +12,19 @@ import pytest
 import torch
 
 import perfed
+from perfed.algorithms.fedavg import FedAvg
 from perfed.core.algorithm import Algorithm
 from perfed.core.declaration import PROBABILITIES, Array, Messages
 from perfed.core.errors import ConfigError, Diverged, Refused, RunError
 from perfed.core.message import Message
 from perfed.core.tree import Tree, flatten
 from perfed.core.wire import At, Stage
-from tests.conftest import SEQUENTIAL, played, simulate, spec, tiny
+from perfed.engines import Execution
+from tests.conftest import SEQUENTIAL, STACKED, played, simulate, spec, tiny
 from tests.engines.test_stacked import MIXED
 from tests.hostile import EVERY, LIES
 
+PLUGINS = Path(__file__).parents[1] / "plugins"
 SAME = {"architectures": [{"name": "mlp", "hidden": [8]}]}
 
 
@@ -33,6 +36,20 @@ class Lost(Stage):
         if at.client == 1 and at.round >= 1:
             raise Refused("lost")
         return message, state
+
+
+@dataclass(frozen=True)
+class LostOnce(Stage):
+    """What client 1 sends in round 1 does not arrive."""
+
+    def receive(self, message: Message, at: At, state: Tree) -> tuple[Message, Tree]:
+        if (at.client, at.round, at.direction) == (1, 1, "up"):
+            raise Refused("lost")
+        return message, state
+
+
+def read_rounds(result: perfed.Result) -> list[str]:
+    return (result.path / "rounds.jsonl").read_text().splitlines()
 
 
 def after_two_rounds(name: str, wire: list[Any], everyone: bool = True) -> Any:
@@ -139,8 +156,45 @@ class Undeclared(Algorithm):
 
 def test_undeclared_messages_must_be_finite_and_no_more() -> None:
     assert not played(2, algorithm=Undeclared()).refused
-    with pytest.raises(Diverged):  # nobody is hostile here: this is training gone wrong
+    with pytest.raises(Diverged, match=r"'a' of client \d is not finite"):  # and nobody's is
         played(1, algorithm=Undeclared(bad=True))
+
+
+@dataclass(frozen=True)
+class Overflowing(FedAvg):
+    """In round 1, what client 1 sends is beyond all numbers; what it keeps is not."""
+
+    def client_round(self, client: Any, message: Message) -> Message:
+        reply = super().client_round(client, message)
+        if client.id != 1 or client.round != 1:
+            return reply
+        return Message.from_arrays({k: v * float("inf") for k, v in reply.arrays.items()})
+
+
+@pytest.mark.attack(1)
+@pytest.mark.parametrize(
+    ("how", "wire"),
+    [
+        (SEQUENTIAL, []),
+        (STACKED, [f"{PLUGINS}/eight_bit.py:EightBit"]),
+        (Execution(engine="ray", workers=2), []),
+    ],
+    ids=["sequential", "stacked, 8 bits", "ray"],
+)
+def test_a_message_that_is_not_finite_is_left_out_and_the_run_goes_on(
+    how: Execution, wire: list[str], tmp_path: Path
+) -> None:
+    done = {}
+    for name, stages in ((f"{__name__}:Overflowing", []), ("fedavg", [f"{__name__}:LostOnce"])):
+        experiment = tiny(
+            algorithm=name, models=SAME, wire=wire + stages, clients_per_round=6, rounds=3
+        )
+        done[name] = perfed.run(experiment, tmp_path / str(len(done)), how=how)
+    spoilt, lost = ([*map(json.loads, read_rounds(result))] for result in done.values())
+    assert [line.get("refused", {}).keys() for line in spoilt] == [set(), {"1"}, set()]
+    assert "is not finite" in spoilt[1]["refused"]["1"]
+    for ours, theirs in zip(spoilt, lost, strict=True):
+        assert ours["evaluation"] == theirs["evaluation"]
 
 
 def test_a_client_round_returns_a_message() -> None:
@@ -149,10 +203,10 @@ def test_a_client_round_returns_a_message() -> None:
 
 
 def test_training_that_diverges_ends_the_run_through_stages_too() -> None:
-    plugin = Path(__file__).parents[1] / "plugins" / "eight_bit.py"
     training = {"steps": 2, "learning_rate": 1e30}
+    wire = [f"{PLUGINS}/eight_bit.py:EightBit"]
     with pytest.raises(Diverged, match="is not finite"):
-        played(2, training=training, models=MIXED, wire=[f"{plugin}:EightBit"], algorithm="fedavg")
+        played(2, training=training, models=MIXED, wire=wire, algorithm="fedavg")
 
 
 def test_noise_makes_no_probability_negative(tmp_path: Path) -> None:

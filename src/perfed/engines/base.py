@@ -183,8 +183,10 @@ class Outcome:
     """Whether it has something new to keep."""
     facts: Mapping[str, float]
     """The numbers in its state: its cluster, say."""
-    fault: str | None
-    """The name of a tensor that is not finite."""
+    broken_model: str | None
+    """The name of a tensor that it keeps and that is not finite."""
+    broken_reply: str | None
+    """The name of an array in its reply that is not finite."""
 
 
 class Engine(Protocol):

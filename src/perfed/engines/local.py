@@ -89,12 +89,13 @@ def _finished(call: Call, jobs: Sequence[Job], returned: list[Any]) -> Any:
 def outcomes(
     jobs: Sequence[Job], records: Mapping[int, ClientRecord], replies: Sequence[Message | None]
 ) -> dict[int, Outcome]:
-    made: dict[int, list[tuple[str, Tensor]]] = {}
+    made: dict[tuple[int, str], list[tuple[str, Tensor]]] = {}
     for job, reply in zip(jobs, replies, strict=True):
         client = job.client.id
         kept = records[client].weights.params if client in records else {}
-        made[client] = [*kept.items(), *(reply.arrays.items() if reply else ())]
-    broken = find_not_finite(made)
+        made[client, "model"] = [*kept.items()]
+        made[client, "reply"] = [*reply.arrays.items()] if reply else []
+    broken = _broken(made)
     return {
         job.client.id: Outcome(
             reply,
@@ -104,7 +105,19 @@ def outcomes(
                 for name, value in job.client.state.items()
                 if isinstance(value, Tensor) and value.ndim == 0
             },
-            broken[1] if broken and broken[0] == job.client.id else None,
+            broken.get((job.client.id, "model")),
+            broken.get((job.client.id, "reply")),
         )
         for job, reply in zip(jobs, replies, strict=True)
     }
+
+
+def _broken(
+    made: Mapping[tuple[int, str], Sequence[tuple[str, Tensor]]],
+) -> dict[tuple[int, str], str]:
+    """Of each that is not finite, the name of its first such tensor. Mostly none is, which a
+    single look at all of them tells."""
+    if find_not_finite(made) is None:
+        return {}
+    found = (find_not_finite({owner: tensors}) for owner, tensors in made.items())
+    return {one[0]: one[1] for one in found if one is not None}

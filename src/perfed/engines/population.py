@@ -208,7 +208,7 @@ class Population:
             name, kind = self.algorithm.registered_name, type(message).__name__
             raise ConfigError(f"{method} of '{name}' returned {kind}: must be a Message")
         if self.link.stages and find_not_finite({0: [*message.arrays.items()]}):
-            return message  # as it is: whoever gets the outcome sees the fault
+            return message  # as it is: whoever gets the outcome sees that it is broken
         state = client.kept.get("link", {})
         sent, kept = self.link.send(message, client.id, client.round, "up", state)
         if kept is not state:

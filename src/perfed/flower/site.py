@@ -282,8 +282,9 @@ class Site:
             raise Refused(
                 f"'{plan.algorithm.registered_name}' has nothing to say before its first round"
             )
-        if outcome.fault is not None:
-            raise diverged(header.round, outcome.fault, "this client")
+        for broken in (outcome.broken_model, outcome.broken_reply):
+            if broken is not None:
+                raise diverged(header.round, broken, "this client")
         record = before.record if first else population.pending.get(client, before.record)
         return Checkpoint(header.round, record, alone, outcome.reply)
 

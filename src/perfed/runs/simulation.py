@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import unquote
 
 import torch
 
@@ -191,9 +192,8 @@ class Simulation(Coordinator):
         clients = self.select(-1)
         nothing = {client: Message() for client in clients}
         (outcomes,) = yield [self.population.call("first_message", nothing, -1)]
-        _check_outcomes(-1, outcomes)
         self._begin_round()
-        admitted = self._admitted(-1, _replies(outcomes), channel)
+        admitted = self._admitted(-1, self._sent(-1, outcomes), channel)
         if self.refused and not admitted:
             client, reason = next(iter(self.refused.items()))
             raise RunError(f"no first message is admitted; client {client}: {reason}")
@@ -210,9 +210,8 @@ class Simulation(Coordinator):
         with self._timed("clients"):
             outcomes: Mapping[int, Outcome]
             (outcomes,) = yield [self.population.call("client_round", messages, round)]
-        _check_outcomes(round, outcomes)
         with self._timed("merge"):
-            self.merge(round, self._admitted(round, _replies(outcomes), channel))
+            self.merge(round, self._admitted(round, self._sent(round, outcomes), channel))
         self._warn_of_refusals(round)
         check_finite(round, {"the server": [*flatten(self.progress.state).items()]})
         self.engine.commit(self.population)
@@ -275,8 +274,23 @@ class Simulation(Coordinator):
             },
         )
 
+    def _sent(self, round: int, outcomes: Mapping[int, Outcome]) -> dict[int, Message]:
+        """The replies that leave their clients. One that is not finite does not: its client is
+        left out, as a site leaves itself out. The run ends where every reply is so, or a model."""
+        for client, outcome in outcomes.items():
+            if outcome.broken_model is not None:
+                raise diverged(round, outcome.broken_model, f"client {client}")
+        replies = {k: outcome.reply for k, outcome in outcomes.items() if outcome.reply is not None}
+        broken = {k: name for k in replies if (name := outcomes[k].broken_reply) is not None}
+        if broken and len(broken) == len(replies):
+            client, name = next(iter(broken.items()))
+            raise diverged(round, name, f"client {client}")
+        self.refused |= {k: f"{unquote(name)}: is not finite" for k, name in broken.items()}
+        return {client: reply for client, reply in replies.items() if client not in broken}
+
     def _warn_of_refusals(self, round: int) -> None:
-        """Here a refusal means a mistake in the algorithm or in its declaration."""
+        """Here a refusal means that a client's training has diverged, or a mistake in the
+        algorithm or in its declaration."""
         for client, reason in list(self.refused.items())[:1]:
             count = len(self.refused)
             log.warning("round %d: refused %d; client %d: %s", round, count, client, reason)
@@ -338,18 +352,6 @@ class Simulation(Coordinator):
             self.experiment.seed,
             round,
         )
-
-
-def _check_outcomes(round: int, outcomes: Mapping[int, Outcome]) -> None:
-    for client, outcome in outcomes.items():
-        if outcome.fault is not None:
-            raise diverged(round, outcome.fault, f"client {client}")
-
-
-def _replies(outcomes: Mapping[int, Outcome]) -> dict[int, Message]:
-    return {
-        client: outcome.reply for client, outcome in outcomes.items() if outcome.reply is not None
-    }
 
 
 def _named(models: Mapping[int, Mapping[str, Predictor]]) -> Iterator[tuple[str, str, Predictor]]:
