@@ -3,6 +3,7 @@ client; what cannot be stacked is said, and still right."""
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from perfed.core.message import Message
 from perfed.core.tree import flatten
 from perfed.engines.stacked import StackedEngine
 from perfed.engines.stacked.engine import JobStreams
+from perfed.engines.stacked.recorded import without_collection
 from perfed.engines.stacked.requests import objective_key
 from perfed.runs.simulation import Simulation
 from tests.conftest import SEQUENTIAL, STACKED, TINY, spec, tiny
@@ -509,3 +511,16 @@ def test_a_client_that_is_not_drawn_keeps_nothing() -> None:
     experiment = tiny(algorithm={"name": "local", "participation": "selected"}, clients=20)
     simulation = play(Simulation(experiment, how=STACKED), 1)
     assert len(simulation.population.records) == 3
+
+
+def test_nothing_is_collected_while_a_graph_is_captured() -> None:
+    with without_collection():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with without_collection():
+            pass
+        assert not gc.isenabled()  # as it was
+    finally:
+        gc.enable()

@@ -8,7 +8,9 @@ every number of clients has its own.
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -65,9 +67,21 @@ class Recording:
                 function()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with without_collection(), torch.cuda.graph(graph):
             self.output = function()
         return graph.replay
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """An earlier run's graph that is collected while another is captured spoils the capture."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 class RecordedTraining:
