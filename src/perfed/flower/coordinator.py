@@ -31,7 +31,8 @@ from perfed.core.selection import select_clients
 from perfed.core.tree import flatten
 from perfed.engines import ClientRecord
 from perfed.engines.population import check_one_width
-from perfed.flower.membership import Member, Membership, Say, Transport
+from perfed.flower.conduct import Conduct
+from perfed.flower.membership import Answer, Member, Membership, Say, Transport, was_given
 from perfed.flower.numbers import (
     Numbers,
     alike,
@@ -50,6 +51,7 @@ from perfed.flower.protocol import (
     Header,
     Refused,
     check_answer,
+    new_task,
     public_hash,
 )
 from perfed.flower.server_networks import ServerNetworks
@@ -122,6 +124,7 @@ class FederatedRun(Coordinator):
         self.membership.admit = self._admit
         self.membership.has_trained = lambda client: bool(self.progress.trained[client])
         self.membership.changed = self._write_members
+        self.conduct = Conduct(options.set_aside_after, options.set_aside_rounds)
 
     def finish(self) -> Result:
         """Run to the end."""
@@ -131,7 +134,7 @@ class FederatedRun(Coordinator):
 
     def perform(self, jobs: Sequence[Task]) -> list[Envelope | None]:
         """Each site's answer; None for those left out, and :attr:`_absent` says why."""
-        headers = {task.client: self._header(task.kind, task.round) for task in jobs}
+        headers = {task.client: new_task(self._header(task.kind, task.round)) for task in jobs}
         waiting: dict[str, int] = {}
         nodes = {task.client: self.membership.node(task.client) for task in jobs}
         self._nodes |= nodes
@@ -150,7 +153,9 @@ class FederatedRun(Coordinator):
                 client = waiting.pop(name)
                 try:
                     answers[client] = _checked(headers[client], answer)
-                except PerfedError as error:
+                except Refused as error:
+                    if was_given(answer) and headers[client].kind != EVALUATE:
+                        self.refused[client] = str(error)
                     self._leave_out(client, nodes[client], str(error))
             if not waiting:
                 break
@@ -180,19 +185,21 @@ class FederatedRun(Coordinator):
         channel: Channel,
     ) -> Steps[dict[int, Message]]:
         """The answers of a round that are admitted: of as many clients as it needs, or at least of
-        the minimum. Whose answer was refused is not asked again before a deadline is over."""
+        the minimum. Whose answer was refused, in this round or several times before, is not asked
+        again before a deadline is over."""
         everyone = self.algorithm.trains_everyone()
         wanted = self.experiment.clients if everyone else self.experiment.clients_per_round
         replies: dict[int, Message] = {}
         self._absent = {}
         self._begin_round()
+        resting = {*self.conduct.aside(round)}
         while True:
             missing = max(1, self.options.minimum - len(replies))
-            patience = self.options.deadline if self.refused else float("inf")
-            self._wait_for(missing, without={*replies, *self.refused}, seconds=patience)
-            if len({*self.membership.present()} - {*replies, *self.refused}) < missing:
-                self.refused = {}  # they may have been mended meanwhile
-            clients = self._select(round, wanted - len(replies), {*replies, *self.refused})
+            patience = self.options.deadline if resting else float("inf")
+            self._wait_for(missing, without={*replies, *resting}, seconds=patience)
+            if len({*self.membership.present()} - {*replies, *resting}) < missing:
+                resting = set()  # they may have been mended meanwhile
+            clients = self._select(round, wanted - len(replies), {*replies, *resting})
             tasks = [Task(c, kind, round, message) for c, message in messages(clients).items()]
             answers = zip(tasks, (yield tasks), strict=True)
             answered = {task.client: answer for task, answer in answers if answer is not None}
@@ -200,11 +207,15 @@ class FederatedRun(Coordinator):
             for client, message in self._admitted(round, sent, channel).items():
                 replies[client] = message
                 self._absent.pop(str(client), None)
+                self.refused.pop(client, None)
                 if "numbers" in answered[client].facts:
                     self.membership.numbers[client] = checked_numbers(answered[client].facts)
             for client in answered.keys() - replies.keys():
                 self._leave_out(client, self._nodes[client], self.refused[client])
+            resting |= self.refused.keys() & set(clients)
             if len(replies) >= self.options.minimum:
+                for client in self.conduct.note(round, replies, self.refused):
+                    self._say(f"client {client} is {self.conduct.aside(round + 1)[client]}")
                 return replies
             self._say(
                 f"round {round}: {len(replies)} answers, {self.options.minimum} are needed; again"
@@ -260,6 +271,8 @@ class FederatedRun(Coordinator):
 
     def _restore(self, records: Mapping[int, ClientRecord]) -> None:
         """Started again: those that were there get the time of a round to say that they are."""
+        lines = self._directory.lines("rounds.jsonl")
+        self.conduct.recall(line for line in lines if line["round"] < self.progress.next_round)
         known = len(self.membership.members)
         self._wait_for(known, seconds=self.options.deadline)
 
@@ -322,7 +335,8 @@ class FederatedRun(Coordinator):
         )
 
     def _ask_for_numbers(self, round: int) -> Steps[dict[int, Numbers]]:
-        messages = self.evaluation_messages(round, self.membership.present())
+        there = {*self.membership.present()} - self.conduct.aside(round).keys()
+        messages = self.evaluation_messages(round, sorted(there))
         tasks = [Task(c, EVALUATE, round, message) for c, message in messages.items()]
         answers = yield tasks
         return {
@@ -343,7 +357,11 @@ class FederatedRun(Coordinator):
     def _facts(self, clients: list[int]) -> dict[str, Any]:
         """Who took no part and why, also where that began in an earlier round."""
         gone = set(range(self.experiment.clients)) - set(self.membership.present())
-        return {"absent": {str(client): "is not there" for client in sorted(gone)} | self._absent}
+        aside = self.conduct.aside(self.progress.next_round)
+        absent = dict.fromkeys(sorted(gone), "is not there") | aside
+        for client in clients:
+            absent.pop(client, None)
+        return {"absent": {str(client): why for client, why in absent.items()} | self._absent}
 
     def server(self, round: int) -> Server:
         there = Counter(member.architecture for member in self.membership.members.values())
@@ -455,7 +473,7 @@ def coordinate(path: Path, transport: Transport, say: Say = print) -> Result:
             return FederatedRun(options, directory, transport, [Lines(say)], say).finish()
 
 
-def _checked(task: Header, answer: Envelope | str) -> Envelope:
+def _checked(task: Header, answer: Answer) -> Envelope:
     if isinstance(answer, str):
         raise Refused(answer)
     check_answer(task, answer)

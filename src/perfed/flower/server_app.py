@@ -12,6 +12,7 @@ from flwr.serverapp import Grid, ServerApp
 from perfed.core.errors import PerfedError, RunError
 from perfed.flower import codec
 from perfed.flower.coordinator import coordinate
+from perfed.flower.membership import Answer, Unreadable
 from perfed.flower.protocol import EVALUATE, JOIN, Envelope
 
 app = ServerApp()
@@ -56,8 +57,8 @@ class FlowerTransport:
             raise RunError("Flower does not take the message")
         return names[0]
 
-    def receive(self, names: Iterable[str]) -> dict[str, Envelope | str]:
-        arrived: dict[str, Envelope | str] = {}
+    def receive(self, names: Iterable[str]) -> dict[str, Answer]:
+        arrived: dict[str, Answer] = {}
         for reply in self._grid.pull_messages(list(names)):
             name = reply.metadata.reply_to_message_id
             try:
@@ -65,5 +66,5 @@ class FlowerTransport:
                     codec.decode(reply.content) if reply.has_content() else str(reply.error.reason)
                 )
             except PerfedError as error:
-                arrived[name] = str(error)
+                arrived[name] = Unreadable(error)
         return arrived
