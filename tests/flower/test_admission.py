@@ -54,6 +54,7 @@ def honest_numbers(folder: Path) -> list[Any]:
     ]
 
 
+@pytest.mark.attack(1, 6, 7, 8, 9, 10)
 @pytest.mark.parametrize(("name", "lie"), TRIED)
 def test_a_lie_is_refused_alone_and_nobody_else_is_blamed(
     name: str, lie: str, tmp_path: Path
@@ -75,6 +76,7 @@ def test_a_lie_is_refused_alone_and_nobody_else_is_blamed(
     assert honest_numbers(folder) == honest_numbers(without)
 
 
+@pytest.mark.attack(4)
 def test_two_liars_of_three_do_not_end_the_run(tmp_path: Path) -> None:
     folder = write_federation(tmp_path / "federation", rounds=2)
     result = run(folder, Lying(folder, {10, 11}, LIES["perfed-ckt"]["short"][0]))
@@ -84,6 +86,7 @@ def test_two_liars_of_three_do_not_end_the_run(tmp_path: Path) -> None:
     assert sorted(line["refused"]) == ["0", "1"]
 
 
+@pytest.mark.attack(5)
 def test_a_lie_in_the_opening_does_not_become_the_state(tmp_path: Path) -> None:
     folder = write_federation(tmp_path / "federation", rounds=1)
     result = run(folder, Lying(folder, {10, 11}, LIES["perfed-ckt"]["short"][0], FIRST))

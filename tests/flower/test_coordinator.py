@@ -102,6 +102,7 @@ def test_the_server_of_perfed_ckt_sees_soft_decisions_and_nothing_else(tmp_path:
     assert {name for message in seen for name in message.arrays} == {"soft_decisions"}
 
 
+@pytest.mark.attack(35)
 def test_who_does_not_answer_is_left_out_and_comes_back(tmp_path: Path) -> None:
     folder = write_federation(tmp_path / "federation", options={"deadline": 0.3}, rounds=4)
     dead_in_round_1 = desk(
@@ -110,7 +111,9 @@ def test_who_does_not_answer_is_left_out_and_comes_back(tmp_path: Path) -> None:
             "dead" if (node, task.header.round, task.header.kind) == (12, 1, ROUND) else None
         ),
     )
-    result = run(folder, dead_in_round_1)
+    said: list[str] = []
+    result = run(folder, dead_in_round_1, said)
+    assert "client 2 is left out: no answer within 0.3 s" in said
     took_part = {line["round"]: line for line in lines(result.path, "rounds.jsonl")}
     assert took_part[1]["clients"] == [0, 1]
     assert "no answer within 0.3 s" in took_part[1]["absent"]["2"]
@@ -144,6 +147,7 @@ def test_a_wrong_number_can_be_corrected(tmp_path: Path) -> None:
     assert first["clients"] == [0, 1, 2]
 
 
+@pytest.mark.attack(36)
 def test_every_round_says_who_is_gone(tmp_path: Path) -> None:
     folder = write_federation(tmp_path / "federation", options={"start_with": 2}, rounds=2)
     through = desk(folder)
@@ -342,6 +346,7 @@ def test_a_reply_that_is_not_finite_does_not_reach_the_server(tmp_path: Path) ->
     assert "not finite" in absent
 
 
+@pytest.mark.attack(2)
 def test_an_answer_to_another_round_is_ignored(tmp_path: Path) -> None:
     folder = write_federation(tmp_path / "federation", rounds=2)
 
@@ -400,6 +405,7 @@ def test_any_facts_are_an_introduction_or_refused(facts: Any) -> None:
         checked_numbers({"numbers": facts})
 
 
+@pytest.mark.attack(2, 9)
 @pytest.mark.parametrize(
     ("kind", "lie"),
     [
@@ -444,6 +450,7 @@ def test_a_site_that_talks_nonsense_harms_nobody(
     assert last["clients"]
 
 
+@pytest.mark.attack(3)
 @pytest.mark.parametrize("oddity", ["another name", "another shape", "nothing", "too large"])
 def test_an_answer_that_does_not_fit_the_others_is_left_out(oddity: str, tmp_path: Path) -> None:
     folder = write_federation(tmp_path / "federation", rounds=2, clients_per_round=3)

@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from typing import Any
 
 LONGEST_SHOWN = 200  # characters of a user's value in a message
+LONGEST_REASON = 500  # characters of why something was refused
 
 
 class PerfedError(Exception):
@@ -41,7 +42,21 @@ class Diverged(PerfedError):
 
 
 class Refused(PerfedError):
-    """A message, a task or an answer that must not be used; the reason is told to who sent it."""
+    """A message, a task or an answer that must not be used; the reason is told to who sent it.
+
+    Another machine has a part in most reasons: names that it chose, or all of the text. Every log
+    gets them from here.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(one_line(reason))
+
+
+def one_line(text: str) -> str:
+    """What another machine had a part in, for a log: short, and without line breaks, escape codes,
+    invisible or turned characters and halves of characters."""
+    text = text if len(text) <= LONGEST_REASON else f"{text[:LONGEST_REASON]} …"
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -25,13 +25,22 @@ from perfed.config import parse, read_mapping
 from perfed.core.algorithm import ClientInfo, Server
 from perfed.core.channel import Channel
 from perfed.core.declaration import Known, networks
-from perfed.core.errors import PerfedError, RunError
+from perfed.core.errors import Diverged, PerfedError, RunError
 from perfed.core.message import Message
 from perfed.core.selection import select_clients
 from perfed.core.tree import flatten
 from perfed.engines import ClientRecord
 from perfed.engines.population import check_one_width
-from perfed.flower.membership import Member, Membership, Say, Transport
+from perfed.flower.conduct import Conduct
+from perfed.flower.membership import (
+    Answer,
+    Member,
+    Membership,
+    Say,
+    Transport,
+    Unreadable,
+    was_given,
+)
 from perfed.flower.numbers import (
     Numbers,
     alike,
@@ -50,10 +59,12 @@ from perfed.flower.protocol import (
     Header,
     Refused,
     check_answer,
+    new_task,
     public_hash,
 )
 from perfed.flower.server_networks import ServerNetworks
 from perfed.flower.settings import CoordinatorOptions, read_coordinator
+from perfed.flower.watch import Watch, typical_accuracy
 from perfed.runs.coordinator import (
     Callback,
     Coordinator,
@@ -101,10 +112,15 @@ class FederatedRun(Coordinator):
         self._widths = self._networks.widths()
         check_one_width(self.algorithm, self._widths)
         self._absent: dict[str, str] = {}
+        self._answered: set[int] = set()
+        """Who said anything in this round, be it that it cannot."""
+        self._accuracy: float | None = None
+        """The sites' typical validation accuracy, where this round was evaluated."""
         self._nodes: dict[int, int] = {}
         """Where each client was when it was last asked."""
         self._directory = directory
-        self.run = self._run_id()
+        self._rollbacks: list[dict[str, int]] = []
+        self.run = self._identity()
         plan = Plan(
             experiment.name,
             experiment.seed,
@@ -122,6 +138,8 @@ class FederatedRun(Coordinator):
         self.membership.admit = self._admit
         self.membership.has_trained = lambda client: bool(self.progress.trained[client])
         self.membership.changed = self._write_members
+        self.watch = Watch()
+        self.conduct = Conduct(options.set_aside_after, options.set_aside_rounds)
 
     def finish(self) -> Result:
         """Run to the end."""
@@ -131,7 +149,7 @@ class FederatedRun(Coordinator):
 
     def perform(self, jobs: Sequence[Task]) -> list[Envelope | None]:
         """Each site's answer; None for those left out, and :attr:`_absent` says why."""
-        headers = {task.client: self._header(task.kind, task.round) for task in jobs}
+        headers = {task.client: new_task(self._header(task.kind, task.round)) for task in jobs}
         waiting: dict[str, int] = {}
         nodes = {task.client: self.membership.node(task.client) for task in jobs}
         self._nodes |= nodes
@@ -148,9 +166,13 @@ class FederatedRun(Coordinator):
         while waiting:
             for name, answer in self._transport.receive(waiting).items():
                 client = waiting.pop(name)
+                if isinstance(answer, Envelope | Unreadable):
+                    self._answered.add(client)
                 try:
                     answers[client] = _checked(headers[client], answer)
-                except PerfedError as error:
+                except Refused as error:
+                    if was_given(answer) and headers[client].kind != EVALUATE:
+                        self.refused[client] = str(error)
                     self._leave_out(client, nodes[client], str(error))
             if not waiting:
                 break
@@ -180,19 +202,21 @@ class FederatedRun(Coordinator):
         channel: Channel,
     ) -> Steps[dict[int, Message]]:
         """The answers of a round that are admitted: of as many clients as it needs, or at least of
-        the minimum. Whose answer was refused is not asked again before a deadline is over."""
+        the minimum. Whose answer was refused, in this round or several times before, is not asked
+        again before a deadline is over."""
         everyone = self.algorithm.trains_everyone()
         wanted = self.experiment.clients if everyone else self.experiment.clients_per_round
         replies: dict[int, Message] = {}
-        self._absent = {}
+        self._absent, self._answered = {}, set()
         self._begin_round()
+        resting = {*self.conduct.aside(round)}
         while True:
             missing = max(1, self.options.minimum - len(replies))
-            patience = self.options.deadline if self.refused else float("inf")
-            self._wait_for(missing, without={*replies, *self.refused}, seconds=patience)
-            if len({*self.membership.present()} - {*replies, *self.refused}) < missing:
-                self.refused = {}  # they may have been mended meanwhile
-            clients = self._select(round, wanted - len(replies), {*replies, *self.refused})
+            patience = self.options.deadline if resting else float("inf")
+            self._wait_for(missing, without={*replies, *resting}, seconds=patience)
+            if len({*self.membership.present()} - {*replies, *resting}) < missing:
+                resting = set()  # they may have been mended meanwhile
+            clients = self._select(round, wanted - len(replies), {*replies, *resting})
             tasks = [Task(c, kind, round, message) for c, message in messages(clients).items()]
             answers = zip(tasks, (yield tasks), strict=True)
             answered = {task.client: answer for task, answer in answers if answer is not None}
@@ -200,11 +224,15 @@ class FederatedRun(Coordinator):
             for client, message in self._admitted(round, sent, channel).items():
                 replies[client] = message
                 self._absent.pop(str(client), None)
+                self.refused.pop(client, None)
                 if "numbers" in answered[client].facts:
                     self.membership.numbers[client] = checked_numbers(answered[client].facts)
             for client in answered.keys() - replies.keys():
                 self._leave_out(client, self._nodes[client], self.refused[client])
+            resting |= self.refused.keys() & set(clients)
             if len(replies) >= self.options.minimum:
+                for client in self.conduct.note(round, replies, self.refused):
+                    self._say(f"client {client} is {self.conduct.aside(round + 1)[client]}")
                 return replies
             self._say(
                 f"round {round}: {len(replies)} answers, {self.options.minimum} are needed; again"
@@ -260,6 +288,10 @@ class FederatedRun(Coordinator):
 
     def _restore(self, records: Mapping[int, ClientRecord]) -> None:
         """Started again: those that were there get the time of a round to say that they are."""
+        lines = self._directory.lines("rounds.jsonl")
+        lines = [line for line in lines if line["round"] < self.progress.next_round]
+        self.conduct.recall(lines)
+        self.watch.recall(lines)
         known = len(self.membership.members)
         self._wait_for(known, seconds=self.options.deadline)
 
@@ -276,13 +308,14 @@ class FederatedRun(Coordinator):
         return {
             "round": -1,
             "clients": sorted(replies),
-            **self._facts([]),
+            **self._absence([]),
             "traffic": traffic,
             "traffic_total": traffic,
         }
 
     def _round(self, round: int, channel: Channel) -> Steps[tuple[list[int], dict[str, int]]]:
         before = dataclasses.replace(channel.total)
+        self._accuracy = None
         with self._timed("clients"):
             replies = yield from self._gather(
                 ROUND, round, lambda clients: self._broadcast(round, clients, channel), channel
@@ -310,6 +343,7 @@ class FederatedRun(Coordinator):
         numbers = alike(numbers)
         if not numbers:
             return {}
+        self._accuracy = typical_accuracy(numbers)
         line = {"round": round} | columns_of(numbers, self._everyone())
         directory.append("clients.jsonl", line)
         who = sorted(numbers)
@@ -322,7 +356,8 @@ class FederatedRun(Coordinator):
         )
 
     def _ask_for_numbers(self, round: int) -> Steps[dict[int, Numbers]]:
-        messages = self.evaluation_messages(round, self.membership.present())
+        there = {*self.membership.present()} - self.conduct.aside(round).keys()
+        messages = self.evaluation_messages(round, sorted(there))
         tasks = [Task(c, EVALUATE, round, message) for c, message in messages.items()]
         answers = yield tasks
         return {
@@ -333,7 +368,10 @@ class FederatedRun(Coordinator):
 
     def merge(self, round: int, replies: Mapping[int, Message]) -> None:
         super().merge(round, replies)
-        check_finite(round, {"the server": [*flatten(self.progress.state).items()]})
+        try:
+            check_finite(round, {"the server": [*flatten(self.progress.state).items()]})
+        except Diverged as error:
+            raise Diverged(f"{error}; {self._way_back()}") from None
         try:
             json.dumps(self._described, allow_nan=False)  # as the round's line will have it
         except (TypeError, ValueError) as error:
@@ -341,9 +379,40 @@ class FederatedRun(Coordinator):
             raise RunError(f"round {round}: what '{name}' describes is no JSON: {error}") from None
 
     def _facts(self, clients: list[int]) -> dict[str, Any]:
+        """Who took no part, what the watch has seen, and where the state comes from."""
+        round = self.progress.next_round
+        seen: dict[str, Any] = {"answered": len(self._answered), "admitted": len(clients)}
+        if self._accuracy is not None:
+            seen["validation_accuracy"] = self._accuracy
+        facts = self._absence(clients) | {"watched": seen}
+        suspect = self.watch.note(round, seen)
+        for sign in suspect:
+            self._say(f"WARNING: round {round}: {sign}; {self._way_back()}")
+        if suspect:
+            facts["suspect"] = suspect
+        if rolled_back := [one["to"] for one in self._rollbacks if one["before"] == round]:
+            facts["rolled_back_to"] = rolled_back[-1]
+        return facts
+
+    def _way_back(self) -> str:
+        to = -1 if self.watch.best_round is None else self.watch.best_round
+        return (
+            f"to go back to the server's state after round {to}, stop the run ('flwr stop'), then "
+            f"'perfed federation rollback --to {to} {self._directory.path}', then 'flwr run' again"
+        )
+
+    def _wanted_states(self, rounds: list[int]) -> set[int]:
+        """The last ones, and the best."""
+        return {*rounds[-self.options.states :]} | ({*rounds} & {self.watch.best_round})
+
+    def _absence(self, clients: list[int]) -> dict[str, Any]:
         """Who took no part and why, also where that began in an earlier round."""
         gone = set(range(self.experiment.clients)) - set(self.membership.present())
-        return {"absent": {str(client): "is not there" for client in sorted(gone)} | self._absent}
+        aside = self.conduct.aside(self.progress.next_round)
+        absent = dict.fromkeys(sorted(gone), "is not there") | aside
+        for client in clients:
+            absent.pop(client, None)
+        return {"absent": {str(client): why for client, why in absent.items()} | self._absent}
 
     def server(self, round: int) -> Server:
         there = Counter(member.architecture for member in self.membership.members.values())
@@ -396,13 +465,14 @@ class FederatedRun(Coordinator):
     def _header(self, kind: str, round: int) -> Header:
         return Header(kind, self.run, round, self._public)
 
-    def _run_id(self) -> str:
+    def _identity(self) -> str:
         if not (self._directory.path / FEDERATION).is_file():
             run = f"{self.experiment.name}-{uuid.uuid4().hex[:12]}"
             self._directory.write_json(FEDERATION, {"run": run, "public": self._public})
         recorded = self._directory.read_json(FEDERATION)
         if recorded["public"] != self._public:
             raise RunError(f"{self._directory.path} was begun with another public set")
+        self._rollbacks = recorded.get("rollbacks", [])
         run_id: str = recorded["run"]
         return run_id
 
@@ -455,7 +525,7 @@ def coordinate(path: Path, transport: Transport, say: Say = print) -> Result:
             return FederatedRun(options, directory, transport, [Lines(say)], say).finish()
 
 
-def _checked(task: Header, answer: Envelope | str) -> Envelope:
+def _checked(task: Header, answer: Answer) -> Envelope:
     if isinstance(answer, str):
         raise Refused(answer)
     check_answer(task, answer)

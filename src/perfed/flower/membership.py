@@ -9,13 +9,28 @@ from typing import Any, Protocol
 
 from perfed.core.errors import PerfedError
 from perfed.flower.numbers import Numbers, checked_numbers
-from perfed.flower.protocol import Envelope, Refused, check_answer
+from perfed.flower.protocol import Envelope, Header, Refused, check_answer, new_task
 from perfed.flower.settings import CoordinatorOptions
 from perfed.flower.site import SPLIT_PARTS
 
 Say = Callable[[str], None]
 MOST = 10**12  # samples that a site may say it has
 WIDEST = 10**7  # features that its network may give
+LONGEST_NAME = 200  # characters of its architecture's name, and of its own
+INVITED_AGAIN = 10.0  # seconds after which a node that does not answer is first asked once more
+
+
+class Unreadable(str):
+    """Why an answer that came cannot be read."""
+
+
+Answer = Envelope | str
+"""Or why there is none: nobody knows whose fault that is, but where it is unreadable."""
+
+
+def was_given(answer: Answer) -> bool:
+    """Whether a site has answered, be it nonsense; and not said itself that it cannot."""
+    return isinstance(answer, Unreadable) or (isinstance(answer, Envelope) and not answer.refusal)
 
 
 class Transport(Protocol):
@@ -27,7 +42,7 @@ class Transport(Protocol):
     def send(self, node: int, task: Envelope, seconds: float) -> str:
         """Returns a name to ask for the answer with. It is awaited for so many seconds."""
 
-    def receive(self, names: Iterable[str]) -> dict[str, Envelope | str]:
+    def receive(self, names: Iterable[str]) -> dict[str, Answer]:
         """What has arrived of these: an answer, or why there will be none."""
 
 
@@ -43,9 +58,26 @@ class Member:
     """The width of its network's features, where the algorithm looks at them."""
 
 
+@dataclasses.dataclass
+class _Asked:
+    """How a node was asked to join."""
+
+    tasks: dict[str, Header]
+    """The invitations that may still be answered, by what the transport calls them."""
+    again: float
+    """When it is asked again."""
+    patience: float = 0.0
+    """And how long after that once more."""
+
+
+_NEVER = _Asked({}, -float("inf"))
+
+
 class Membership:
     """Which node is which client. A node is asked to join when it is first seen, and again after
-    it was left out of a round."""
+    it was left out of a round. Where it does not answer, which it cannot when it is just being
+    started again, it is asked once more after ten seconds, twenty, forty, …: a site misses about
+    as much time as it was away, and one that is slow is not buried in invitations."""
 
     def __init__(
         self, transport: Transport, invitation: Envelope, options: CoordinatorOptions, say: Say
@@ -62,31 +94,43 @@ class Membership:
         self._options = options
         self._say = say
         self._node_of: dict[int, int] = {}
-        self._asked: dict[int, tuple[str, float]] = {}  # node → the invitation, and when
+        self._asked: dict[int, _Asked] = {}
+        self._was: dict[int, int] = {}  # node → the client that it was when it was last there
         self._connected: set[int] = set()
 
     def look(self) -> None:
         """See who is connected, take in who has answered, and invite whoever has not joined."""
         self._connected = set(self._transport.nodes())
         self._node_of = {c: n for c, n in self._node_of.items() if n in self._connected}
-        waiting = {name: node for node, (name, _) in self._asked.items() if name}
+        waiting = {name: node for node, asked in self._asked.items() for name in asked.tasks}
         for name, answer in self._transport.receive(waiting).items() if waiting else ():
             node = waiting[name]
-            self._asked[node] = ("", time.monotonic())
+            task = self._asked.get(node, _NEVER).tasks.get(name)
+            if task is None:  # several invitations were answered at once
+                continue
+            self._asked[node] = _Asked({}, time.monotonic() + self._options.deadline)
             try:
-                self._take_in(node, answer)
+                self._take_in(node, task, answer)
             except PerfedError as error:
-                self._say(f"node {node} may not join: {error}")
-        joined = set(self._node_of.values())
-        for node in self._connected - joined:
-            _, asked = self._asked.get(node, ("", -float("inf")))
-            if time.monotonic() - asked > self._options.deadline:
-                try:
-                    name = self._transport.send(node, self._invitation, self._options.deadline)
-                except PerfedError as error:
-                    name = ""
-                    self._say(f"node {node} cannot be asked to join: {error}")
-                self._asked[node] = (name, time.monotonic())
+                self._say(f"{self._name(node)} may not join: {error}")
+        for node in self._connected - set(self._node_of.values()):
+            if time.monotonic() >= self._asked.get(node, _NEVER).again:
+                self._invite(node)
+
+    def _invite(self, node: int) -> None:
+        deadline = self._options.deadline
+        asked = self._asked.setdefault(node, _Asked({}, 0.0, min(INVITED_AGAIN, deadline)))
+        invitation = dataclasses.replace(self._invitation, header=new_task(self._invitation.header))
+        try:
+            asked.tasks[self._transport.send(node, invitation, deadline)] = invitation.header
+        except PerfedError as error:
+            self._say(f"{self._name(node)} cannot be asked to join: {error}")
+        asked.again = time.monotonic() + asked.patience
+        asked.patience = min(2 * asked.patience, deadline)
+
+    def _name(self, node: int) -> str:
+        client = self._was.get(node)
+        return f"node {node}" if client is None else f"client {client} (node {node})"
 
     def present(self) -> list[int]:
         return sorted(self._node_of)
@@ -105,10 +149,10 @@ class Membership:
             del self._node_of[client]
             self._asked.pop(node, None)
 
-    def _take_in(self, node: int, answer: Envelope | str) -> None:
+    def _take_in(self, node: int, task: Header, answer: Answer) -> None:
         if isinstance(answer, str):
             raise Refused(answer)
-        check_answer(self._invitation.header, answer)
+        check_answer(task, answer)
         client, member, numbers = introduction(answer.facts, self._options.experiment.clients)
         self._forget_other_numbers(member.site, client)
         before = self.members.get(client)
@@ -127,6 +171,8 @@ class Membership:
         self.admit(member)
         self.members[client] = member
         self._node_of[client] = node
+        self._was[node] = client
+        self._asked.pop(node, None)
         if numbers:
             self.numbers[client] = numbers
         self._say(
@@ -152,8 +198,9 @@ def introduction(facts: Mapping[str, Any], clients: int) -> tuple[int, Member, N
         member = Member(str(facts["architecture"]), sizes, str(facts["site"]), features)
     except (KeyError, TypeError, ValueError, OverflowError):
         raise Refused("it does not say who it is") from None
-    if not member.architecture.isprintable():
-        raise Refused(f"its architecture's name, {member.architecture!a}, is no text")
+    for what, name in (("architecture's name", member.architecture), ("name", member.site)):
+        if not name.isprintable() or len(name) > LONGEST_NAME:
+            raise Refused(f"its {what}, {name[:LONGEST_NAME]!a}, is no short text")
     if not 0 <= client < clients or not 1 <= min(sizes.values()) <= max(sizes.values()) <= MOST:
         raise Refused(f"client {client} with {sizes} samples: there is no such client")
     if not 0 <= member.features <= WIDEST:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from hmac import compare_digest
+from secrets import token_hex
 from typing import Any
 
 import numpy as np
 
 from perfed.core.errors import Refused as Refused
+from perfed.core.errors import one_line as one_line
 from perfed.core.message import Message
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Raised whenever the two sides would no longer understand each other."""
 
 JOIN, FIRST, ROUND, EVALUATE = "join", "first", "round", "evaluate"
-LONGEST_REASON = 500  # characters
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,9 @@ class Header:
     public: str
     """The hash of the public set."""
     protocol: int = PROTOCOL
+    task: str = ""
+    """A secret between the coordinator and the node that was asked: Flower lets any site write an
+    answer in the name of another one whose message it can guess."""
 
 
 @dataclass(frozen=True)
@@ -72,24 +77,25 @@ def check_kind(task: Header) -> None:
         raise Refused(f"there is no '{task.kind}' in round {task.round}")
 
 
-def one_line(text: str) -> str:
-    """What another machine had a part in, for a log: short, and without control characters."""
-    shown = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
-    return shown if len(shown) <= LONGEST_REASON else f"{shown[:LONGEST_REASON]} …"
-
-
 def check_answer(task: Header, answer: Envelope) -> None:
     """That an answer is the one to this task; raises Refused."""
     check_same_protocol(answer.header, "the site")
     if answer.refusal:
         raise Refused(answer.refusal)
     check_same_public_set(answer.header, task.public, "the site")
-    if answer.header != task:
+    if replace(answer.header, task=task.task) != task:
         got, asked = answer.header, task
         raise Refused(
             f"an answer to '{got.kind}' of round {got.round} of {got.run}, "
             f"not to '{asked.kind}' of round {asked.round} of {asked.run}"
         )
+    if not compare_digest(answer.header.task.encode("utf-8", "replace"), task.task.encode()):
+        raise Refused("an answer that does not know the task's secret: another site's")
+
+
+def new_task(header: Header) -> Header:
+    """The same, for one node alone."""
+    return replace(header, task=token_hex(16))
 
 
 def public_hash(public_x: np.ndarray) -> str:

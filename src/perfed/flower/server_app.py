@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from flwr.serverapp import Grid, ServerApp
 from perfed.core.errors import PerfedError, RunError
 from perfed.flower import codec
 from perfed.flower.coordinator import coordinate
+from perfed.flower.membership import Answer, Unreadable
 from perfed.flower.protocol import EVALUATE, JOIN, Envelope
 
 app = ServerApp()
@@ -25,7 +27,15 @@ def main(grid: Grid, context: Context) -> None:
         coordinate(path, FlowerTransport(grid), _say)
     except PerfedError as error:
         _say(str(error))
+        logging.getLogger("flwr").addFilter(_without_traceback)
         raise
+
+
+def _without_traceback(record: logging.LogRecord) -> bool:
+    """Flower logs whatever ends its app with a traceback. What a user can mend is one line."""
+    if record.exc_info and isinstance(record.exc_info[1], PerfedError):
+        record.exc_info = None
+    return True
 
 
 def _say(line: str) -> None:
@@ -56,8 +66,8 @@ class FlowerTransport:
             raise RunError("Flower does not take the message")
         return names[0]
 
-    def receive(self, names: Iterable[str]) -> dict[str, Envelope | str]:
-        arrived: dict[str, Envelope | str] = {}
+    def receive(self, names: Iterable[str]) -> dict[str, Answer]:
+        arrived: dict[str, Answer] = {}
         for reply in self._grid.pull_messages(list(names)):
             name = reply.metadata.reply_to_message_id
             try:
@@ -65,5 +75,5 @@ class FlowerTransport:
                     codec.decode(reply.content) if reply.has_content() else str(reply.error.reason)
                 )
             except PerfedError as error:
-                arrived[name] = str(error)
+                arrived[name] = Unreadable(error)
         return arrived

@@ -213,6 +213,13 @@ class CoordinatorOptions(Options):
     )
     start_with: int = option(0, "number of sites to wait for before the first round; 0: all", ge=0)
     poll: float = option(1.0, "seconds between two checks for answers", gt=0)
+    set_aside_after: int = option(
+        3, "refused answers in a row after which a site is set aside", ge=1
+    )
+    states: int = option(
+        5, "how many last states of the server to keep, for 'perfed federation rollback'", ge=1
+    )
+    set_aside_rounds: int = option(10, "for how many rounds; then it is asked again", ge=1)
 
     def validate(self) -> None:
         clients, selected = self.experiment.clients, self.experiment.clients_per_round
