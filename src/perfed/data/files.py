@@ -9,6 +9,7 @@ from typing import Literal
 from perfed.core.errors import ConfigError, DataError, shape_text
 from perfed.core.schema import option
 from perfed.data.datasets import datasets
+from perfed.data.picture_layout import LAYOUT_HELP, Layout, channels_first
 from perfed.data.readers import (
     Images,
     Look,
@@ -34,13 +35,14 @@ from perfed.data.sources import (
 class Npz(Files):
     """Your own arrays: ``x``, ``y``, and if there are any ``public`` and ``client`` (an id each).
 
-    Images are channels first; bytes (uint8, 0 … 255) are scaled to −1 … 1.
+    Pictures have any layout; bytes (uint8, 0 … 255) are scaled to −1 … 1.
     """
 
     endings = (".npz", ".npy")
 
     path: str = option("", "the .npz file, or an .npy file of samples alone")
     labels: str = option("", "with an .npy file of samples: the .npy file of their labels")
+    layout: Layout = option("auto", LAYOUT_HELP)
 
     def read_one(self, path: Path, labeled: bool) -> Contents:
         try:
@@ -65,7 +67,7 @@ class Npz(Files):
             raise DataError("no array 'x'")
         if labeled and y is None:
             raise DataError("no array 'y'" if path.suffix == ".npz" else "no labels: set 'labels'")
-        x = checked_samples(x, "'x'")
+        x = channels_first(checked_samples(x, "'x'"), self.layout, "'x'")
         if not labeled:
             return Contents(x)
         y = checked_labels(y, len(x))
@@ -73,6 +75,7 @@ class Npz(Files):
             raise DataError(f"{len(y)} samples but {client_ids.size} client ids")
         if public is not None:
             public = checked_samples(public, "'public'")
+            public = channels_first(public, self.layout, "'public'")
             if public.shape[1:] != x.shape[1:]:
                 theirs, ours = shape_text(public.shape[1:]), shape_text(x.shape[1:])
                 raise DataError(f"public samples are {theirs}, private ones {ours}")

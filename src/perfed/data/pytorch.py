@@ -15,6 +15,7 @@ from perfed.core.objects import give, import_object
 from perfed.core.schema import option
 from perfed.core.streams import torch_stream
 from perfed.data.datasets import datasets
+from perfed.data.picture_layout import LAYOUT_HELP, Layout, channels_first
 from perfed.data.sources import (
     MOST_OUTPUTS,
     NUMBERS,
@@ -40,6 +41,7 @@ class TorchData(OwnData):
     path: str | Any = option(
         "", "file.py:Name or package.module:Name of the dataset, or of a function that returns it"
     )
+    layout: Layout = option("auto", LAYOUT_HELP)
 
     def validate(self) -> None:
         if isinstance(self.path, str):
@@ -59,7 +61,8 @@ class TorchData(OwnData):
     def read(self, labeled: bool) -> Contents:
         found = import_object(self.path)
         contents = found if isinstance(found, Contents) else read_items(self._made(found))
-        return contents if labeled else Contents(contents.x)
+        x = channels_first(contents.x, self.layout, "the dataset")
+        return Contents(x, contents.y if labeled else None)
 
     def _made(self, found: Any) -> TorchDataset[Any]:
         if callable(found) and not isinstance(found, TorchDataset):

@@ -88,6 +88,12 @@ Architecture.registry = architectures
 
 
 def check_image(shape: Shape, name: str, smallest: int) -> None:
+    if len(shape) == 2:
+        raise ConfigError(
+            f"'{name}' needs images, channels×height×width; this data is {shape_text(shape)}: "
+            "if these are pictures of one channel, set data.layout: HW",
+            "models",
+        )
     if len(shape) != 3 or min(shape[1:]) < smallest:
         raise ConfigError(
             f"'{name}' needs images of at least {smallest}×{smallest}; "
