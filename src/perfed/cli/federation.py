@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 
 from perfed.flower import initialise
+from perfed.flower.ledger import NEWEST, Ledger
+from perfed.flower.settings import read_site
 
 federation = typer.Typer(help="A real federation, on Flower.", no_args_is_help=True)
 site = typer.Typer(help="One site of a real federation.", no_args_is_help=True)
@@ -58,3 +60,22 @@ def federation_check(
 def site_check(file: Annotated[Path, typer.Argument(metavar="SITE.YAML")]) -> None:
     """Before joining: is the data readable, does the model run, is the public set the right one?"""
     print("\n".join(initialise.check_site(file)))
+
+
+@site.command("ledger")
+def site_ledger(
+    file: Annotated[Path, typer.Argument(metavar="SITE.YAML", help="Or the site's state folder.")],
+    everything: Annotated[
+        bool, typer.Option("--all", help=f"All lines, not the newest {NEWEST} alone.")
+    ] = False,
+) -> None:
+    """What this site was asked, what left it, what it refused; and is any of that changed?"""
+    ledger = Ledger(file if file.is_dir() else _state(file))
+    contents = ledger.read()
+    print(contents.table(None if everything else NEWEST).text())
+    contents.check(ledger.path)
+    print(f"\n{contents.lines} lines, none changed or missing; the last has {contents.hash}")
+
+
+def _state(file: Path) -> Path:
+    return file.absolute().parent / read_site(file).state

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any, Literal
 
 from perfed.config import Training
@@ -56,3 +58,8 @@ class Plan(Options):
             # Whatever an option can stumble over in a value that nobody thought of.
             raise Refused(f"the plan cannot be read: {type(error).__name__}") from error
         return plan
+
+
+def plan_hash(values: Any) -> str:
+    """Of a plan as JSON, whoever wrote it: what a site approves, and what its ledger names."""
+    return sha256(json.dumps(values, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

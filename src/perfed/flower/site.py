@@ -3,6 +3,7 @@
 Every task may find another process here, so nothing lives in memory. The folder ``state`` has
 
     site.json                    who this is, so that two sites cannot go by one number
+    ledger.jsonl, ledger.head    what was asked, what left, what was refused (:mod:`.ledger`)
     <run>/plan.json              what the coordinator said when this site joined
     <run>/checkpoint.safetensors the model, the algorithm's state, the last round and its answer
     <run>/personal.safetensors   the model to use, as last evaluated (``perfed.load_model``)
@@ -40,8 +41,9 @@ from perfed.data import ClientSplit, Federation
 from perfed.engines import ClientRecord, Execution, Outcome, Population, SequentialEngine
 from perfed.engines.base import Method
 from perfed.engines.execution import fitting_threads
+from perfed.flower.ledger import ASKED, LEFT, REFUSED, Ledger, described
 from perfed.flower.numbers import Numbers
-from perfed.flower.plan import Plan
+from perfed.flower.plan import Plan, plan_hash
 from perfed.flower.protocol import (
     EVALUATE,
     FIRST,
@@ -61,6 +63,7 @@ from perfed.runs.result import headline
 
 SPLIT_PARTS = ("train", "validation", "test")
 CHECKPOINT, PERSONAL, REPORT = "checkpoint.safetensors", "personal.safetensors", "report.jsonl"
+PLAN = "plan.json"
 IDLE_RUNS = 10
 """How many runs that it never trained in a site remembers."""
 BEFORE_ALL = -2  # the last round of a site that has done none; the opening is −1
@@ -120,6 +123,36 @@ class Checkpoint:
             return True
 
 
+def is_run_id(text: str) -> bool:
+    """Whether it can name a folder of this site's."""
+    return re.fullmatch(r"[\w+=-][\w.+=-]{0,139}", text) is not None
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise RunError(f"{path} is corrupt: {error}") from None
+
+
+def named(task: Envelope) -> dict[str, Any]:
+    """A task, for the ledger."""
+    kind, run = one_line(task.header.kind), one_line(task.header.run)
+    return {"kind": kind, "run": run, "round": task.header.round}
+
+
+def refuse(task: Envelope, reason: str, ledger: Ledger, say: Callable[[str], None]) -> Envelope:
+    """Tells both sides why there is no answer, and the ledger. A refusal needs no ledger that can
+    be written: there is nothing else in it."""
+    reason = one_line(reason)
+    say(f"refused: {reason}")
+    try:
+        ledger.add(REFUSED, **named(task), why=reason)
+    except PerfedError as error:
+        say(str(error))
+    return task.refuse(reason)
+
+
 class _Speaks(Algorithm):
     """What a client says about the public set, before any training."""
 
@@ -142,6 +175,7 @@ class Site:
             self.samples, self.split = options.load()
         self.public = public_hash(self.samples.public_x)
         self.state = folder / options.state
+        self.ledger = Ledger(self.state)
 
     @classmethod
     def open(cls, path: Path, say: Callable[[str], None] = print) -> Site:
@@ -151,14 +185,23 @@ class Site:
         """What goes back for a task: the answer, or why there is none."""
         try:
             with chdir(self.folder), self._alone_here():
+                self.ledger.add(ASKED, **self._asked(task))
                 self._check(task)
                 reply = self._join(task) if task.header.kind == JOIN else self._work(task)
                 self.options.agrees.check_size(reply.message, "out")
+                # Written first: nothing leaves that is not in the ledger.
+                self.ledger.add(LEFT, **named(task), **described(reply.message, reply.facts))
                 return reply
         except PerfedError as error:
-            reason = one_line(str(error))
-            self.say(f"refused: {reason}")
-            return task.refuse(reason)
+            return refuse(task, str(error), self.ledger, self.say)
+
+    def _asked(self, task: Envelope) -> dict[str, Any]:
+        plan = task.facts.get("plan")
+        path = self.state / task.header.run / PLAN
+        if plan is None and is_run_id(task.header.run) and path.is_file():
+            plan = read_json(path)
+        what = {"bytes": tensorfile.encoded_size(task.message.arrays)} if task.message else {}
+        return named(task) | what | ({} if plan is None else {"plan": plan_hash(plan)})
 
     # Joining.
 
@@ -193,7 +236,7 @@ class Site:
         return task.answer(Message(), facts)
 
     def _write_plan(self, task: Envelope, plan: Plan) -> None:
-        path = self._run_folder(task) / "plan.json"
+        path = self._run_folder(task) / PLAN
         content = json.dumps(plan.to_mapping(), indent=1)
         # Parsed, so that options that were not there then have their defaults; a plan of perfed's
         # first version did not say how many rounds there are.
@@ -205,10 +248,7 @@ class Site:
 
     def _read_plan(self, path: Path, missing: Mapping[str, Any] | None = None) -> Plan:
         """Measured again by what this site agrees to, which may have become less."""
-        try:
-            values = json.loads(path.read_text("utf-8"))
-        except ValueError as error:
-            raise RunError(f"{path} is corrupt: {error}") from None
+        values = read_json(path)
         if isinstance(values, dict):
             values = {**(missing or {}), **values}
         return self._agreed(values)
@@ -221,7 +261,7 @@ class Site:
         thousand times must not fill its disk."""
         idle = [
             plan
-            for plan in self.state.glob("*/plan.json")
+            for plan in self.state.glob(f"*/{PLAN}")
             if plan != newest and not Checkpoint.trained(plan.with_name(CHECKPOINT))
         ]
         idle.sort(key=lambda plan: plan.stat().st_mtime_ns)
@@ -243,7 +283,7 @@ class Site:
 
     def _work(self, task: Envelope) -> Envelope:
         header, client = task.header, self.options.client
-        path = self._run_folder(task) / "plan.json"
+        path = self._run_folder(task) / PLAN
         if not path.is_file():
             raise Refused(f"this site has not joined {header.run}")
         plan = self._read_plan(path)
@@ -452,7 +492,7 @@ class Site:
         return Checkpoint.load(self._run_folder(task) / CHECKPOINT, self.device)
 
     def _run_folder(self, task: Envelope) -> Path:
-        if not re.fullmatch(r"[\w.+=-]{1,140}", task.header.run) or task.header.run[0] == ".":
+        if not is_run_id(task.header.run):
             raise Refused(f"{task.header.run!r} is no run's id")
         return self.state / task.header.run
 
