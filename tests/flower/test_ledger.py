@@ -20,7 +20,7 @@ from perfed.core import tensorfile
 from perfed.core.errors import RunError
 from perfed.core.message import Message
 from perfed.flower import client_app, codec
-from perfed.flower.ledger import ASKED, HEAD, INTERRUPTED, LEDGER, LEFT, REFUSED, Ledger
+from perfed.flower.ledger import APPROVED, ASKED, HEAD, INTERRUPTED, LEDGER, LEFT, REFUSED, Ledger
 from perfed.flower.plan import plan_hash
 from perfed.flower.protocol import ROUND, Envelope
 from tests.flower.setting import write_federation
@@ -51,9 +51,9 @@ def test_what_is_asked_and_what_leaves_is_in_it(folder: Path) -> None:
     join(here)
     reply = play(here, 0)
     play(here, 99)
-    first, joined, asked, left, beyond, refused = entries(here.state)
-    events = [entry["event"] for entry in (first, joined, asked, left, beyond, refused)]
-    assert events == [ASKED, LEFT, ASKED, LEFT, ASKED, REFUSED]
+    first, approved, joined, asked, left, beyond, refused = entries(here.state)
+    events = [entry["event"] for entry in (first, approved, joined, asked, left, beyond, refused)]
+    assert events == [ASKED, APPROVED, LEFT, ASKED, LEFT, ASKED, REFUSED]
     assert first["plan"] == asked["plan"] == plan_hash(PLAN.to_mapping())
     assert (asked["kind"], asked["run"], asked["round"]) == (ROUND, "trial-1", 0)
     data = tensorfile.encode(reply.message.arrays)
@@ -227,10 +227,10 @@ def test_it_is_shown_as_a_table(
 
     text = shown("--all")
     assert "soft_decisions float32[30, 10]; 1" in text
-    assert f"34 lines, none changed or missing; the last has {here.ledger.head().hash}" in text
+    assert f"35 lines, none changed or missing; the last has {here.ledger.head().hash}" in text
     assert "\x1b" not in text
     assert "soft_decisions" not in shown()
-    assert "4 earlier lines: --all shows them" in shown()
+    assert "5 earlier lines: --all shows them" in shown()
 
 
 def test_no_ledger_is_said(tmp_path: Path) -> None:
@@ -243,5 +243,5 @@ def test_what_comes_is_measured(folder: Path) -> None:
     join(here)
     play(here, 0)
     message = Message(centroids=torch.full((2, 30, 10), 0.1))
-    assert entries(here.state)[2]["bytes"] == len(tensorfile.encode(message.arrays))
-    assert json.loads((here.state / HEAD).read_text())["lines"] == 4
+    assert entries(here.state)[3]["bytes"] == len(tensorfile.encode(message.arrays))
+    assert json.loads((here.state / HEAD).read_text())["lines"] == 5

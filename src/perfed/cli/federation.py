@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from perfed.flower import initialise
+from perfed.flower.approval import SHORT, Approvals
 from perfed.flower.ledger import NEWEST, Ledger
 from perfed.flower.settings import read_site
 
@@ -75,6 +76,28 @@ def site_ledger(
     print(contents.table(None if everything else NEWEST).text())
     contents.check(ledger.path)
     print(f"\n{contents.lines} lines, none changed or missing; the last has {contents.hash}")
+
+
+@site.command("approve")
+def site_approve(
+    file: Annotated[Path, typer.Argument(metavar="SITE.YAML")],
+    plan: Annotated[
+        str, typer.Argument(metavar="[HASH]", help="Of the plan to approve; without: show it.")
+    ] = "",
+) -> None:
+    """Let this site join with a plan that is not the one it joined with before."""
+    state = _state(file)
+    approvals = Approvals(state, Ledger(state))
+    if plan:
+        print("\n".join(["approved:", *approvals.approve(plan)]))
+        return
+    waiting = approvals.waiting()
+    if waiting is None:
+        print("no plan waits here")
+        return
+    hash, changes = waiting
+    print("\n".join(["a plan waits, in which", *changes]))
+    print(f"to approve it: perfed site approve {file} {hash[:SHORT]}")
 
 
 def _state(file: Path) -> Path:

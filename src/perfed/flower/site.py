@@ -3,6 +3,7 @@
 Every task may find another process here, so nothing lives in memory. The folder ``state`` has
 
     site.json                    who this is, so that two sites cannot go by one number
+    approved.json, waiting.json  which plans somebody here has approved (:mod:`.approval`)
     ledger.jsonl, ledger.head    what was asked, what left, what was refused (:mod:`.ledger`)
     <run>/plan.json              what the coordinator said when this site joined
     <run>/checkpoint.safetensors the model, the algorithm's state, the last round and its answer
@@ -15,6 +16,7 @@ not. A round that it has done is not trained again; it is answered from the chec
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import json
 import re
@@ -41,9 +43,10 @@ from perfed.data import ClientSplit, Federation
 from perfed.engines import ClientRecord, Execution, Outcome, Population, SequentialEngine
 from perfed.engines.base import Method
 from perfed.engines.execution import fitting_threads
+from perfed.flower.approval import Approvals
 from perfed.flower.ledger import ASKED, LEFT, REFUSED, Ledger, described
 from perfed.flower.numbers import Numbers
-from perfed.flower.plan import Plan, plan_hash
+from perfed.flower.plan import Plan, plan_hash, read_json
 from perfed.flower.protocol import (
     EVALUATE,
     FIRST,
@@ -128,11 +131,14 @@ def is_run_id(text: str) -> bool:
     return re.fullmatch(r"[\w+=-][\w.+=-]{0,139}", text) is not None
 
 
-def read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise RunError(f"{path} is corrupt: {error}") from None
+def may_go_on(begun: Plan, plan: Plan) -> bool:
+    """Whether a run can go on with this plan, once it is approved: all that its checkpoint depends
+    on, which holds a model, the algorithm's state and the optimizer's, is as it was."""
+    then, now = begun.training, plan.training
+    if (then.optimizer, then.optimizer_state) != (now.optimizer, now.optimizer_state):
+        return False
+    begun = dataclasses.replace(begun, rounds=plan.rounds, training=now, metrics=plan.metrics)
+    return begun == plan
 
 
 def named(task: Envelope) -> dict[str, Any]:
@@ -218,6 +224,7 @@ class Site:
             )
         if plan.algorithm.needs_public_set and not len(self.samples.public_x):
             raise Refused("this site has no public set, and the algorithm needs one")
+        Approvals(self.state, self.ledger).check(plan, self._agreed)
         self._write_plan(task, plan)
         checkpoint = self._checkpoint(task)
         population = self._population(plan, plan.algorithm, checkpoint.record)
@@ -240,8 +247,10 @@ class Site:
         content = json.dumps(plan.to_mapping(), indent=1)
         # Parsed, so that options that were not there then have their defaults; a plan of perfed's
         # first version did not say how many rounds there are.
-        if path.is_file() and self._read_plan(path, {"rounds": plan.rounds}) != plan:
-            raise Refused(f"{task.header.run} was begun with another configuration")
+        if path.is_file():
+            begun = self._read_plan(path, {"rounds": plan.rounds})
+            if not may_go_on(begun, plan):
+                raise Refused(f"{task.header.run} was begun with another configuration")
         path.parent.mkdir(parents=True, exist_ok=True)
         tensorfile.write_atomically(path, f"{content}\n".encode())
         self._forget_invitations(path)
