@@ -57,10 +57,52 @@ def federation_check(
     print("\n".join(initialise.check_coordinator(file)))
 
 
+@federation.command("start")
+def federation_start(
+    app: Annotated[Path, typer.Argument(metavar="[APP.FAB]", help="A signed app.")] = Path(
+        initialise.SIGNED
+    ),
+    database: Annotated[Path, typer.Option(help="The superlink's.")] = Path("superlink.db"),
+) -> None:
+    """Start a signed app, and show what it says: 'flwr run --stream' sends apps unsigned."""
+    initialise.require_flower()
+    from perfed.flower.signing import start
+
+    start(app, database)
+
+
+@federation.command("release")
+def federation_release(
+    file: Annotated[Path, typer.Argument(metavar="COORDINATOR.YAML")],
+    client: Annotated[int, typer.Argument(metavar="CLIENT", help="The number.")],
+    name: Annotated[
+        str, typer.Argument(metavar="SITE", help="The site's key, SHA256:…, or its name.")
+    ],
+) -> None:
+    """Let another site, or one with a new key, have a client's number."""
+    initialise.require_flower()
+    from perfed.flower.coordinator import release
+
+    release(file, client, name)
+    print(f"{name} has number {client} when it comes")
+
+
 @site.command("check")
 def site_check(file: Annotated[Path, typer.Argument(metavar="SITE.YAML")]) -> None:
     """Before joining: is the data readable, does the model run, is the public set the right one?"""
     print("\n".join(initialise.check_site(file)))
+
+
+@site.command("sign")
+def site_sign(
+    app: Annotated[Path, typer.Argument(metavar="APP.FAB", help="The coordinator's app.")],
+    key: Annotated[Path, typer.Option(help="Your Ed25519 key (ssh-keygen -t ed25519).")],
+) -> None:
+    """Sign the coordinator's app if it has no code; your supernode then runs it and no other."""
+    initialise.require_flower()
+    from perfed.flower.signing import sign
+
+    print("\n".join(sign(app, key)))
 
 
 @site.command("ledger")

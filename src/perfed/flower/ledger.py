@@ -251,7 +251,7 @@ def _what(entry: Mapping[str, Any]) -> Iterator[str]:
         yield f"sha256 {_shown(entry['sha256'])[:12]}"
     if entry.get("facts"):
         yield f"facts {_shown(entry['facts'])}"
-    if "changes" in entry:
+    if entry.get("changes"):
         yield _shown(entry["changes"])
     if "why" in entry:
         yield _shown(entry["why"])

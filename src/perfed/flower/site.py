@@ -44,13 +44,14 @@ from perfed.engines import ClientRecord, Execution, Outcome, Population, Sequent
 from perfed.engines.base import Method
 from perfed.engines.execution import fitting_threads
 from perfed.flower.approval import Approvals
-from perfed.flower.ledger import ASKED, LEFT, REFUSED, Ledger, described
+from perfed.flower.ledger import ASKED, LEFT, REFUSED, TOLD, Ledger, described
 from perfed.flower.numbers import Numbers
 from perfed.flower.plan import Plan, plan_hash, read_json
 from perfed.flower.protocol import (
     EVALUATE,
     FIRST,
     JOIN,
+    NOTICE,
     Envelope,
     Refused,
     check_kind,
@@ -193,6 +194,8 @@ class Site:
             with chdir(self.folder), self._alone_here():
                 self.ledger.add(ASKED, **self._asked(task))
                 self._check(task)
+                if task.header.kind == NOTICE:
+                    return self._hear(task)
                 reply = self._join(task) if task.header.kind == JOIN else self._work(task)
                 self.options.agrees.check_size(reply.message, "out")
                 # Written first: nothing leaves that is not in the ledger.
@@ -200,6 +203,12 @@ class Site:
                 return reply
         except PerfedError as error:
             return refuse(task, str(error), self.ledger, self.say)
+
+    def _hear(self, task: Envelope) -> Envelope:
+        reason = one_line(str(task.facts.get("reason", "")))
+        self.say(f"the coordinator does not let this site join: {reason}")
+        self.ledger.add(TOLD, **named(task), why=reason)
+        return task.answer(Message(), {})
 
     def _asked(self, task: Envelope) -> dict[str, Any]:
         plan = task.facts.get("plan")
