@@ -105,6 +105,7 @@ def test_runs_do_not_touch_each_other(folder: Path) -> None:
     assert not torch.equal(weights(folder, "trial-2")["1.weight"], once["1.weight"])
 
 
+@pytest.mark.attack(27)
 @pytest.mark.parametrize(
     ("task", "reason"),
     [

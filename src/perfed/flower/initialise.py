@@ -113,6 +113,7 @@ agrees:
   algorithms: [{algorithms}]
   steps: 10000        # most training steps in a round
   batch_size: 1024    # most samples in a step
+  least_samples: 16   # fewest samples that a round is trained on: steps × batch size
   rounds: 10000
   clients: 10000
   learning_rate: 1.0
