@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from perfed.flower import initialise
+from perfed.flower import initialise, upkeep
 from perfed.flower.approval import SHORT, Approvals
 from perfed.flower.ledger import NEWEST, Ledger
 from perfed.flower.settings import read_site
@@ -47,6 +47,26 @@ def federation_gate(
     from perfed.flower.gate import serve
 
     serve(superlink, certificates, host, port)
+
+
+RUN = Annotated[Path, typer.Argument(metavar="[RUN]", help="The coordinator's run directory.")]
+
+
+@federation.command("status")
+def federation_status(run: RUN = Path("run")) -> None:
+    """Is a process at work on the run? Who took no part? Ends with 1 where nobody is at work."""
+    lines, well = upkeep.status(run)
+    print("\n".join(lines))
+    raise typer.Exit(0 if well else 1)
+
+
+@federation.command("rollback")
+def federation_rollback(
+    to: Annotated[int, typer.Option(min=-1, help="The round after which the state was good.")],
+    run: RUN = Path("run"),
+) -> None:
+    """Let the server go on from an earlier state; 'flwr run' then goes on with the next round."""
+    print("\n".join(upkeep.roll_back(run, to)))
 
 
 @federation.command("check")

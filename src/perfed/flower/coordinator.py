@@ -25,7 +25,7 @@ from perfed.config import parse, read_mapping
 from perfed.core.algorithm import ClientInfo, Server
 from perfed.core.channel import Channel
 from perfed.core.declaration import Known, networks
-from perfed.core.errors import PerfedError, RunError
+from perfed.core.errors import Diverged, PerfedError, RunError
 from perfed.core.message import Message
 from perfed.core.selection import select_clients
 from perfed.core.tensorfile import write_atomically
@@ -33,7 +33,15 @@ from perfed.core.tree import flatten
 from perfed.engines import ClientRecord
 from perfed.engines.population import check_one_width
 from perfed.flower.conduct import Conduct
-from perfed.flower.membership import Answer, Member, Membership, Say, Transport, was_given
+from perfed.flower.membership import (
+    Answer,
+    Member,
+    Membership,
+    Say,
+    Transport,
+    Unreadable,
+    was_given,
+)
 from perfed.flower.numbers import (
     Numbers,
     alike,
@@ -57,6 +65,7 @@ from perfed.flower.protocol import (
 )
 from perfed.flower.server_networks import ServerNetworks
 from perfed.flower.settings import CoordinatorOptions, read_coordinator
+from perfed.flower.watch import Watch, typical_accuracy
 from perfed.runs.coordinator import (
     Callback,
     Coordinator,
@@ -106,10 +115,15 @@ class FederatedRun(Coordinator):
         self._widths = self._networks.widths()
         check_one_width(self.algorithm, self._widths)
         self._absent: dict[str, str] = {}
+        self._answered: set[int] = set()
+        """Who said anything in this round, be it that it cannot."""
+        self._accuracy: float | None = None
+        """The sites' typical validation accuracy, where this round was evaluated."""
         self._nodes: dict[int, int] = {}
         """Where each client was when it was last asked."""
         self._directory = directory
-        self.run = self._run_id()
+        self._rollbacks: list[dict[str, int]] = []
+        self.run = self._identity()
         plan = Plan(
             experiment.name,
             experiment.seed,
@@ -128,6 +142,7 @@ class FederatedRun(Coordinator):
         self.membership.has_trained = lambda client: bool(self.progress.trained[client])
         self.membership.is_released = self._is_released
         self.membership.changed = self._write_members
+        self.watch = Watch()
         self.conduct = Conduct(options.set_aside_after, options.set_aside_rounds)
 
     def finish(self) -> Result:
@@ -155,6 +170,8 @@ class FederatedRun(Coordinator):
         while waiting:
             for name, answer in self._transport.receive(waiting).items():
                 client = waiting.pop(name)
+                if isinstance(answer, Envelope | Unreadable):
+                    self._answered.add(client)
                 try:
                     answers[client] = _checked(headers[client], answer)
                 except Refused as error:
@@ -194,7 +211,7 @@ class FederatedRun(Coordinator):
         everyone = self.algorithm.trains_everyone()
         wanted = self.experiment.clients if everyone else self.experiment.clients_per_round
         replies: dict[int, Message] = {}
-        self._absent = {}
+        self._absent, self._answered = {}, set()
         self._begin_round()
         resting = {*self.conduct.aside(round)}
         while True:
@@ -276,7 +293,9 @@ class FederatedRun(Coordinator):
     def _restore(self, records: Mapping[int, ClientRecord]) -> None:
         """Started again: those that were there get the time of a round to say that they are."""
         lines = self._directory.lines("rounds.jsonl")
-        self.conduct.recall(line for line in lines if line["round"] < self.progress.next_round)
+        lines = [line for line in lines if line["round"] < self.progress.next_round]
+        self.conduct.recall(lines)
+        self.watch.recall(lines)
         known = len(self.membership.members)
         self._wait_for(known, seconds=self.options.deadline)
 
@@ -293,13 +312,14 @@ class FederatedRun(Coordinator):
         return {
             "round": -1,
             "clients": sorted(replies),
-            **self._facts([]),
+            **self._absence([]),
             "traffic": traffic,
             "traffic_total": traffic,
         }
 
     def _round(self, round: int, channel: Channel) -> Steps[tuple[list[int], dict[str, int]]]:
         before = dataclasses.replace(channel.total)
+        self._accuracy = None
         with self._timed("clients"):
             replies = yield from self._gather(
                 ROUND, round, lambda clients: self._broadcast(round, clients, channel), channel
@@ -327,6 +347,7 @@ class FederatedRun(Coordinator):
         numbers = alike(numbers)
         if not numbers:
             return {}
+        self._accuracy = typical_accuracy(numbers)
         line = {"round": round} | columns_of(numbers, self._everyone())
         directory.append("clients.jsonl", line)
         who = sorted(numbers)
@@ -351,7 +372,10 @@ class FederatedRun(Coordinator):
 
     def merge(self, round: int, replies: Mapping[int, Message]) -> None:
         super().merge(round, replies)
-        check_finite(round, {"the server": [*flatten(self.progress.state).items()]})
+        try:
+            check_finite(round, {"the server": [*flatten(self.progress.state).items()]})
+        except Diverged as error:
+            raise Diverged(f"{error}; {self._way_back()}") from None
         try:
             json.dumps(self._described, allow_nan=False)  # as the round's line will have it
         except (TypeError, ValueError) as error:
@@ -359,6 +383,33 @@ class FederatedRun(Coordinator):
             raise RunError(f"round {round}: what '{name}' describes is no JSON: {error}") from None
 
     def _facts(self, clients: list[int]) -> dict[str, Any]:
+        """Who took no part, what the watch has seen, and where the state comes from."""
+        round = self.progress.next_round
+        seen: dict[str, Any] = {"answered": len(self._answered), "admitted": len(clients)}
+        if self._accuracy is not None:
+            seen["validation_accuracy"] = self._accuracy
+        facts = self._absence(clients) | {"watched": seen}
+        suspect = self.watch.note(round, seen)
+        for sign in suspect:
+            self._say(f"WARNING: round {round}: {sign}; {self._way_back()}")
+        if suspect:
+            facts["suspect"] = suspect
+        if rolled_back := [one["to"] for one in self._rollbacks if one["before"] == round]:
+            facts["rolled_back_to"] = rolled_back[-1]
+        return facts
+
+    def _way_back(self) -> str:
+        to = -1 if self.watch.best_round is None else self.watch.best_round
+        return (
+            f"to go back to the server's state after round {to}, stop the run ('flwr stop'), then "
+            f"'perfed federation rollback --to {to} {self._directory.path}', then 'flwr run' again"
+        )
+
+    def _wanted_states(self, rounds: list[int]) -> set[int]:
+        """The last ones, and the best."""
+        return {*rounds[-self.options.states :]} | ({*rounds} & {self.watch.best_round})
+
+    def _absence(self, clients: list[int]) -> dict[str, Any]:
         """Who took no part and why, also where that began in an earlier round."""
         gone = set(range(self.experiment.clients)) - set(self.membership.present())
         aside = self.conduct.aside(self.progress.next_round)
@@ -418,13 +469,14 @@ class FederatedRun(Coordinator):
     def _header(self, kind: str, round: int) -> Header:
         return Header(kind, self.run, round, self._public)
 
-    def _run_id(self) -> str:
+    def _identity(self) -> str:
         if not (self._directory.path / FEDERATION).is_file():
             run = f"{self.experiment.name}-{uuid.uuid4().hex[:12]}"
             self._directory.write_json(FEDERATION, {"run": run, "public": self._public})
         recorded = self._directory.read_json(FEDERATION)
         if recorded["public"] != self._public:
             raise RunError(f"{self._directory.path} was begun with another public set")
+        self._rollbacks = recorded.get("rollbacks", [])
         run_id: str = recorded["run"]
         return run_id
 

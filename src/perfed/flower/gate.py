@@ -5,55 +5,145 @@ its operator starts runs and registers sites (``/v1/control``), and its own proc
 (``/v1/runtime``). Only the first asks who is there. Whoever reaches the second can register a key
 of their own or send code to every site. So the superlink listens on its own machine only, and the
 world sees this gate, which lets the first pass.
+
+The gate does not know who is there either; the superlink finds that out. So what anybody may send
+it is bounded (:mod:`perfed.flower.listener`), and it hands on what comes piece by piece.
 """
 
 from __future__ import annotations
 
+import asyncio
+import json
+import socket
 import ssl
-from collections.abc import Mapping
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
-import uvicorn
 from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from perfed.core.errors import ConfigError
+from perfed.flower.listener import BACKLOG, listen
 
 SITES = "/v1/fleet/"
-NOT_PASSED = {"connection", "content-encoding", "content-length", "host", "transfer-encoding"}
+NOT_PASSED = {"connection", "expect", "host", "transfer-encoding"}
 PATIENCE = httpx.Timeout(60.0)
+LARGEST_BODY = 32 * 2**20  # bytes; Flower sends messages in pieces of 5 MiB
+CLOSED = {"connection": "close"}  # nothing more is read from there
+
+KEY = "flwr-public-key"
+ACTIVATE = f"{SITES}activate-node"
+NOT_ACTIVATED = 2004  # Flower's number for it; a supernode prints what comes with it, and ends
+MOST_SEEN = 10_000
+FORGETS = 120.0  # seconds; Flower notices after 50 to 60 that a site is gone
+NO_TLS = "this port speaks TLS: start the supernode with --root-certificates, not --insecure"
+TOO_SOON = (
+    "A site with this key was here {ago:.0f} s ago, and is still counted as connected: if it was "
+    "just stopped, start it again in a minute."
+)
+UNKNOWN = (
+    "This key is not registered at the coordinator ('flwr supernode register'); or a site with it "
+    "was connected until a minute ago: then start it again in a minute."
+)
+
+
+class TooLarge(Exception):
+    """A body of more bytes than any site sends."""
 
 
 def gate(superlink: str, certificates: Path) -> Starlette:
     """The application: what is for sites goes on to ``superlink`` (host:port), and back."""
     trusted = ssl.create_default_context(cafile=str(certificates / "ca.crt"))
-    client = httpx.AsyncClient(base_url=f"https://{superlink}", verify=trusted, timeout=PATIENCE)
+    client = httpx.AsyncClient(
+        base_url=f"https://{superlink}",
+        verify=trusted,
+        timeout=PATIENCE,
+        limits=httpx.Limits(max_connections=None),  # the listener has its own
+    )
+    seen: dict[str, float] = {}  # keys that the superlink knows, and when they were last here
 
     async def refuse(request: Request) -> Response:
-        return PlainTextResponse("only sites pass here", 403)
+        return PlainTextResponse("only sites pass here", 403, CLOSED)
+
+    def too_large() -> Response:
+        return PlainTextResponse(f"more than {LARGEST_BODY} bytes", 413, CLOSED)
 
     async def let_pass(request: Request) -> Response:
         # What was checked is what is sent: the decoded path, and no way up out of it.
         path = request.url.path
         if ".." in path or "%" in path:
             return await refuse(request)
+        length = request.headers.get("content-length", "0")
+        if not length.isdecimal() or len(length) > 18 or int(length) > LARGEST_BODY:
+            return too_large()
+        key = request.headers.get(KEY, "")
         try:
-            answer = await client.post(
-                path, headers=_passed(request.headers), content=await request.body()
+            answer = await client.send(
+                client.build_request(
+                    "POST", path, headers=_passed(request.headers), content=_body(request)
+                ),
+                stream=True,
             )
-        except httpx.TransportError:
-            return PlainTextResponse("the superlink does not answer", 502)
-        return Response(answer.content, answer.status_code, _passed(answer.headers))
+        except TooLarge:
+            return too_large()
+        except (httpx.TransportError, ClientDisconnect):
+            return PlainTextResponse("the superlink does not answer", 502, CLOSED)
+        if path == ACTIVATE and answer.status_code == 412:
+            await answer.aclose()
+            ago = time.monotonic() - seen.get(key, -float("inf"))
+            why = TOO_SOON.format(ago=ago) if ago < FORGETS else UNKNOWN
+            return JSONResponse(_flower_error(why), 412)
+        if answer.is_success and key:
+            if len(seen) >= MOST_SEEN:  # a superlink that asks for no keys lets any pass
+                seen.clear()
+            seen[key] = time.monotonic()
+        return StreamingResponse(_content(answer), answer.status_code, _passed(answer.headers))
+
+    @asynccontextmanager
+    async def closing(app: Starlette) -> AsyncIterator[None]:
+        async with client:
+            yield
 
     return Starlette(
+        lifespan=closing,
         routes=[
             Route(f"{SITES}{{rest:path}}", let_pass, methods=["POST"]),
             Route("/{rest:path}", refuse, methods=["GET", "POST", "PUT", "DELETE", "PATCH"]),
-        ]
+        ],
     )
+
+
+async def _body(request: Request) -> AsyncIterator[bytes]:
+    size = 0
+    async for piece in request.stream():
+        size += len(piece)
+        if size > LARGEST_BODY:
+            raise TooLarge
+        yield piece
+
+
+async def _content(answer: httpx.Response) -> AsyncIterator[bytes]:
+    try:
+        async for piece in answer.aiter_raw():
+            yield piece
+    finally:
+        await answer.aclose()
+
+
+def _flower_error(why: str) -> dict[str, int | str]:
+    return {"code": NOT_ACTIVATED, "detail": "Failed to activate SuperNode.", "extra": why}
+
+
+def _no_tls() -> bytes:
+    """In plain HTTP, since that is what is spoken there."""
+    body = json.dumps(_flower_error(NO_TLS)).encode()
+    head = "HTTP/1.1 412 Precondition Failed\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body
 
 
 def _passed(headers: Mapping[str, str]) -> dict[str, str]:
@@ -65,11 +155,17 @@ def serve(superlink: str, certificates: Path, host: str, port: int) -> None:
     for name in ("ca.crt", "server.crt", "server.key"):
         if not (certificates / name).is_file():
             raise ConfigError(f"no {name} in {certificates}", "--certificates")
-    uvicorn.run(
-        gate(superlink, certificates),
-        host=host,
-        port=port,
-        ssl_certfile=certificates / "server.crt",
-        ssl_keyfile=certificates / "server.key",
-        log_level="warning",
-    )
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificates / "server.crt", certificates / "server.key")
+    try:
+        listener = socket.create_server(
+            (host, port), family=_family(host), backlog=BACKLOG, reuse_port=False
+        )
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}", "--port") from None
+    with listener:
+        asyncio.run(listen(gate(superlink, certificates), listener, context, _no_tls()))
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -52,6 +52,8 @@ COORDINATOR = """\
 directory: run        # the run directory; started again, the run goes on from there
 deadline: 600         # seconds a site has for a round; who is late is left out of it
 minimum: 1            # answers without which a round is tried again
+set_aside_after: 3    # refused answers in a row after which a site is not asked for some rounds
+states: 5             # last states of the server to keep, for 'perfed federation rollback'
 start_with: 0         # sites that must be there before the first round; 0: all of them
 node_keys: {node_keys}      # sites have registered keys: a client's number belongs to a key
 classes: 10           # every site must have as many

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -27,7 +28,15 @@ def main(grid: Grid, context: Context) -> None:
         coordinate(path, FlowerTransport(grid), _say)
     except PerfedError as error:
         _say(str(error))
+        logging.getLogger("flwr").addFilter(_without_traceback)
         raise
+
+
+def _without_traceback(record: logging.LogRecord) -> bool:
+    """Flower logs whatever ends its app with a traceback. What a user can mend is one line."""
+    if record.exc_info and isinstance(record.exc_info[1], PerfedError):
+        record.exc_info = None
+    return True
 
 
 def _say(line: str) -> None:

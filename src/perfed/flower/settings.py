@@ -219,6 +219,9 @@ class CoordinatorOptions(Options):
     set_aside_after: int = option(
         3, "refused answers in a row after which a site is set aside", ge=1
     )
+    states: int = option(
+        5, "how many last states of the server to keep, for 'perfed federation rollback'", ge=1
+    )
     set_aside_rounds: int = option(10, "for how many rounds; then it is asked again", ge=1)
 
     def validate(self) -> None:

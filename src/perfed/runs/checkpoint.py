@@ -8,7 +8,7 @@ removed. Whenever the process dies, the manifest on disk describes a complete st
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,10 +41,17 @@ class Progress:
 
 
 class Checkpoints:
-    """The newest checkpoint of a run."""
+    """The newest checkpoint of a run, and earlier states of the server where they are wanted."""
 
-    def __init__(self, directory: RunDirectory) -> None:
+    def __init__(
+        self,
+        directory: RunDirectory,
+        wanted: Callable[[list[int]], Collection[int]] = lambda rounds: (),
+    ) -> None:
+        """``wanted``: of the rounds after which there is a state, those whose state is kept."""
         self._directory = directory
+        self._wanted = wanted
+        self._states: dict[str, dict[str, Any]] = {}  # by round, as in a JSON file
         self._folder = directory.path / "checkpoint"
         self._files: dict[str, dict[str, Any]] = {}
 
@@ -55,6 +62,9 @@ class Checkpoints:
         suffix = f"{progress.next_round:06d}.safetensors"
         trees = self._trees(progress, records, changed)
         self._files |= in_threads(lambda named: self._write(*named, suffix), trees)
+        self._states[str(progress.next_round - 1)] = self._files["server"]
+        wanted = self._wanted(sorted(map(int, self._states)))
+        self._states = {n: entry for n, entry in self._states.items() if int(n) in wanted}
         self._directory.sync_logs()  # a manifest must not promise lines that a power cut can take
         manifest = {
             "next_round": progress.next_round,
@@ -63,9 +73,11 @@ class Checkpoints:
             "trained": progress.trained,
             "log_sizes": progress.log_sizes,
             "files": self._files,
+            "states": self._states,
         }
         self._directory.write_json("checkpoint/manifest.json", manifest)
-        named = {entry["file"] for entry in self._files.values()} | {"manifest.json"}
+        entries = (*self._files.values(), *self._states.values())
+        named = {entry["file"] for entry in entries} | {"manifest.json"}
         for path in self._folder.iterdir():
             if path.name not in named:
                 path.unlink()
@@ -77,6 +89,7 @@ class Checkpoints:
         manifest = self._directory.read_json("checkpoint/manifest.json")
         try:
             self._files = manifest["files"]
+            self._states = manifest.get("states", {})
             trees = {name: self._read(entry, device) for name, entry in self._files.items()}
             progress = Progress(
                 next_round=manifest["next_round"],
@@ -95,6 +108,22 @@ class Checkpoints:
             for name, tree in trees.items()
         }
         return progress, records
+
+    def roll_back(self, round: int, skipped: int, rounds: int) -> int:
+        """The server's state becomes the one after ``round``. All else stays as it is, and
+        ``skipped`` rounds are passed over; returns the next one, of ``rounds``."""
+        if self.load(torch.device("cpu")) is None or str(round) not in self._states:
+            kept = ", ".join(self._states) or "none"
+            raise RunError(f"there is no state after round {round}: kept are those after {kept}")
+        entry = self._states[str(round)]
+        self._read(entry, torch.device("cpu"))  # whole, or nothing is changed
+        manifest = self._directory.read_json("checkpoint/manifest.json")
+        manifest["files"]["server"] = entry
+        manifest["next_round"] += skipped
+        if manifest["next_round"] >= rounds:
+            raise RunError(f"{self._directory.path}: there is no round left to go on with")
+        self._directory.write_json("checkpoint/manifest.json", manifest)
+        return int(manifest["next_round"])
 
     def remove(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)

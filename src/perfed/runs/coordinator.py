@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -136,6 +136,11 @@ class Coordinator(ABC):
     def _evaluate(self, round: int, directory: RunDirectory) -> Steps[dict[str, Any]]:
         """Every client's numbers to the directory, and their summary by model kind."""
 
+    def _wanted_states(self, rounds: list[int]) -> Collection[int]:
+        """Of the rounds after which there is a state of the server, those whose state is kept
+        beside the newest."""
+        return ()
+
     def _kept(self) -> Mapping[int, ClientRecord]:
         """``records``, up to date."""
         return self.records
@@ -167,7 +172,7 @@ class Coordinator(ABC):
                 f"settings: {directory.failure}"
             )
         self._open(directory)
-        checkpoints = Checkpoints(directory)
+        checkpoints = Checkpoints(directory, self._wanted_states)
         saved = checkpoints.load(self.device)
         if saved is not None:
             self.progress, records = saved

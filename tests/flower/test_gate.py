@@ -1,0 +1,272 @@
+"""The gate, by real sockets: what strangers may cost it, and what it says to them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import resource
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from perfed.flower import gate as gate_module
+from perfed.flower.certificates import write_certificates
+from perfed.flower.gate import ACTIVATE, LARGEST_BODY, NO_TLS, gate
+from perfed.flower.listener import Limits, listen
+
+PATIENT = Limits(handshake=30, header=30, request=60, per_address=10, connections=20)
+
+
+class Serving:
+    """An application in a thread, as the gate serves it."""
+
+    def __init__(self, app: Any, context: ssl.SSLContext, limits: Limits) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._loop = asyncio.new_event_loop()
+        self._task = self._loop.create_task(
+            listen(app, self._listener, context, gate_module._no_tls(), limits)
+        )
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            self._loop.run_until_complete(self._task)
+        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        self._loop.close()
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._task.cancel)
+        self._thread.join()
+        self._listener.close()
+
+
+class Superlink:
+    """What is behind the gate: it knows the key "good", for the first time it is shown."""
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        routes = [
+            Route(ACTIVATE, self.activate, methods=["POST"]),
+            Route("/v1/fleet/push-object", self.take, methods=["POST"]),
+            Route("/v1/fleet/pull-object", self.give, methods=["POST"]),
+        ]
+        self.app = Starlette(routes=routes)
+        self._active = False
+
+    async def activate(self, request: Request) -> Response:
+        if request.headers["flwr-public-key"] != "good" or self._active:
+            return JSONResponse({"code": 2004, "detail": "Failed to activate SuperNode."}, 412)
+        self._active = True
+        return Response(b"node")
+
+    async def take(self, request: Request) -> Response:
+        self.received.append(0)
+        with contextlib.suppress(ClientDisconnect):
+            async for piece in request.stream():
+                self.received[-1] += len(piece)
+        return Response(b"taken")
+
+    async def give(self, request: Request) -> Response:
+        async def pieces() -> Any:
+            for _ in range(20):
+                yield b"x" * 2**20
+
+        return StreamingResponse(pieces())
+
+
+Door = tuple[int, ssl.SSLContext, Superlink]
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gate") / "certificates"
+    write_certificates(folder, 0, [])
+    return folder
+
+
+@pytest.fixture
+def open_gate(certificates: Path) -> Iterator[Callable[[Limits], Door]]:
+    served: list[Serving] = []
+
+    def start(limits: Limits = PATIENT) -> Door:
+        own = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        own.load_cert_chain(certificates / "server.crt", certificates / "server.key")
+        superlink = Superlink()
+        served.append(Serving(superlink.app, own, Limits()))
+        app = gate(f"127.0.0.1:{served[0].port}", certificates)
+        served.append(Serving(app, own, limits))
+        trusting = ssl.create_default_context(cafile=str(certificates / "ca.crt"))
+        return served[1].port, trusting, superlink
+
+    yield start
+    for one in reversed(served):
+        one.stop()
+
+
+def ask(
+    port: int, context: ssl.SSLContext, path: str = "/v1/fleet/push-object", **more: Any
+) -> httpx.Response:
+    with httpx.Client(verify=context, timeout=60) as client:
+        return client.post(f"https://127.0.0.1:{port}{path}", **more)
+
+
+def connected(
+    port: int, context: ssl.SSLContext | None = None, source: str = "127.0.0.1"
+) -> socket.socket:
+    plain = socket.create_connection(("127.0.0.1", port), 60, (source, 0))
+    return context.wrap_socket(plain, server_hostname="127.0.0.1") if context else plain
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Within a minute; by a reset, too."""
+    try:
+        while connection.recv(2**16):
+            pass
+    except TimeoutError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def test_what_passes_comes_out_as_it_went_in(open_gate: Callable[..., Door]) -> None:
+    port, context, superlink = open_gate()
+    body = b"x" * (5 * 2**20)
+    assert ask(port, context, content=body).content == b"taken"
+    pieces = (body[:1000] for _ in range(3))
+    assert ask(port, context, content=pieces).content == b"taken"  # chunked
+    assert superlink.received == [len(body), 3000]
+    assert len(ask(port, context, "/v1/fleet/pull-object").content) == 20 * 2**20
+    assert ask(port, context, "/v1/control/x").status_code == 403
+
+
+@pytest.mark.attack(14)
+@pytest.mark.parametrize("chunked", [False, True])
+def test_600_megabytes_without_a_key_are_refused_early(
+    chunked: bool, open_gate: Callable[..., Door], request: pytest.FixtureRequest
+) -> None:
+    port, context, superlink = open_gate()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    connection = http.client.HTTPSConnection("127.0.0.1", port, context=context, timeout=60)
+    request.addfinalizer(connection.close)
+    piece, sent = b"x" * 2**20, 0
+
+    def pieces() -> Iterator[bytes]:
+        nonlocal sent
+        for _ in range(600):
+            sent += len(piece)
+            yield piece
+
+    headers = {} if chunked else {"Content-Length": str(600 * 2**20)}
+    with contextlib.suppress(OSError):  # it is closed while this side still writes
+        connection.request("POST", "/v1/fleet/push-object", pieces(), headers)
+        assert connection.getresponse().status == 413
+    assert sent < 2 * LARGEST_BODY
+    assert sum(superlink.received) <= LARGEST_BODY
+    assert ask(port, context, content=b"next").content == b"taken"
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown < 60 * 1024  # kilobytes, of this side and the superlink, too
+
+
+@pytest.mark.attack("gate-large-header")
+def test_a_header_without_end_is_refused(open_gate: Callable[..., Door]) -> None:
+    port, context, _ = open_gate()
+    with connected(port, context) as slow:
+        with contextlib.suppress(OSError):
+            slow.sendall(b"POST /v1/fleet/x HTTP/1.1\r\n" + b"a: b\r\n" * 50_000)
+        assert is_closed(slow)
+    assert ask(port, context, content=b"next").content == b"taken"
+
+
+@pytest.mark.attack("gate-slow-connections")
+@pytest.mark.parametrize("begin", [None, b"", b"POST /v1/fleet/push-object HTTP/1.1\r\nx"])
+def test_who_does_not_go_on_is_not_waited_for(
+    begin: bytes | None, open_gate: Callable[..., Door]
+) -> None:
+    """Without TLS, without a header, with half of one."""
+    port, context, _ = open_gate(Limits(handshake=0.5, header=0.5, request=60))
+    with connected(port, None if begin is None else context) as slow:
+        slow.sendall(begin or b"")
+        assert is_closed(slow)
+
+
+@pytest.mark.attack("gate-slow-connections")
+def test_a_body_that_does_not_go_on_is_not_waited_for(open_gate: Callable[..., Door]) -> None:
+    port, context, _ = open_gate(Limits(request=0.5))
+    with connected(port, context) as slow:
+        slow.sendall(b"POST /v1/fleet/push-object HTTP/1.1\r\nHost: x\r\n")
+        slow.sendall(b"Content-Length: 1000\r\n\r\nabc")
+        assert is_closed(slow)
+    with connected(port, context) as drop_by_drop:
+        drop_by_drop.sendall(b"POST /v1/fleet/push-object HTTP/1.1\r\nHost: x\r\n")
+        drop_by_drop.sendall(b"Content-Length: 100000\r\n\r\n")
+        ends = time.monotonic() + 60
+        with contextlib.suppress(OSError):
+            while time.monotonic() < ends:
+                drop_by_drop.sendall(b"x")
+                time.sleep(0.05)
+        assert time.monotonic() < ends
+
+
+@pytest.mark.attack("gate-many-connections")
+def test_one_address_cannot_take_all_connections(open_gate: Callable[..., Door]) -> None:
+    port, context, _ = open_gate()
+    with contextlib.ExitStack() as stack:
+        held = [stack.enter_context(connected(port)) for _ in range(PATIENT.per_address)]
+        more = [stack.enter_context(connected(port)) for _ in range(50)]
+        assert all(is_closed(one) for one in more)
+        other = httpx.HTTPTransport(verify=context, local_address="127.0.0.2")
+        with httpx.Client(transport=other, timeout=60) as client:
+            url = f"https://127.0.0.1:{port}/v1/fleet/push-object"
+            assert client.post(url, content=b"next").content == b"taken"
+        for n in (3, 4):  # all the others
+            source = f"127.0.0.{n}"
+            held += [stack.enter_context(connected(port, None, source)) for _ in range(10)]
+        assert is_closed(stack.enter_context(connected(port, None, "127.0.0.5")))
+        for one in held:
+            one.close()
+    deadline = time.monotonic() + 60
+    while True:  # as soon as those are gone
+        with contextlib.suppress(httpx.TransportError):
+            assert ask(port, context, content=b"next").content == b"taken"
+            break
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.attack(39)
+def test_who_speaks_no_tls_is_told_so_at_once(open_gate: Callable[..., Door]) -> None:
+    """In the words of Flower's errors: its supernode prints them, and ends."""
+    port, _, _ = open_gate()
+    answer = httpx.post(f"http://127.0.0.1:{port}{ACTIVATE}", content=b"x", timeout=60)
+    assert answer.status_code == 412
+    assert answer.json()["extra"] == NO_TLS
+
+
+@pytest.mark.attack(38)
+def test_a_wrong_key_and_a_start_too_soon_are_told_apart(open_gate: Callable[..., Door]) -> None:
+    port, context, _ = open_gate()
+
+    def activate(key: str) -> httpx.Response:
+        return ask(port, context, ACTIVATE, headers={"flwr-public-key": key}, content=b"x")
+
+    assert "This key is not registered" in activate("bad").json()["extra"]
+    assert activate("good").content == b"node"
+    again = activate("good")
+    assert again.status_code == 412
+    assert "is still counted as connected" in again.json()["extra"]
+    assert "This key is not registered" in activate("bad").json()["extra"]
