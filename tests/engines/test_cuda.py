@@ -19,6 +19,7 @@ from perfed.engines.stacked.layers import Tensors, chain_of, run_chain
 from perfed.engines.stacked.stack import StackedModule
 from perfed.runs.simulation import Simulation
 from tests.conftest import spec, tiny
+from tests.engines.test_layers import LAYERS, compare
 from tests.engines.test_training import BASE
 from tests.engines.test_training import SETTINGS as TRAININGS
 from tests.plugins.test_methods import CASES as METHODS
@@ -38,6 +39,21 @@ def losses(device: str, engine: str, **changes: Any) -> list[float]:
     messages = simulation.evaluation_messages(3)
     columns = simulation.population.evaluate(messages, 3)
     return [value for kind in columns.values() for value in kind["test_loss"].tolist()]
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("autocast", [False, True], ids=["float64", "bf16"])
+def test_a_stacked_layer_is_what_one_client_at_a_time_gives(name: str, autocast: bool) -> None:
+    dtype, tolerance = (torch.float32, 0.1) if autocast else (torch.float64, 1e-10)
+    compare(name, dtype, "cuda", tolerance, autocast)
+
+
+@pytest.mark.parametrize("model", ["WithDropout", "Dropping"])
+def test_masks_are_the_same_on_every_engine_and_device(model: str) -> None:
+    models = [f"tests.engines.test_stacked:{model}"]
+    expected = losses("cpu", "sequential", models=models)
+    for engine in ("sequential", "stacked"):
+        assert losses("cuda", engine, models=models) == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize("algorithm", ["perfed-ckt", "perfed-evidence", "fedfomo"])

@@ -287,7 +287,7 @@ def test_the_engines_can_be_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_workers_have_to_say_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    models = ["tests.engines.test_stacked:WithDropout"]
+    models = ["tests.engines.test_stacked:Shuffling"]
     played(tiny(models=models), on(2), 2).engine.close()
     (line,) = [record.getMessage() for record in caplog.records]
     assert "draws random numbers" in line

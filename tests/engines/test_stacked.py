@@ -58,6 +58,31 @@ class WithDropout(nn.Sequential):
         super().__init__(nn.Flatten(), nn.Linear(64, 16), nn.Dropout(0.5), nn.Linear(16, classes))
 
 
+class Dropping(nn.Module):
+    """Channels by a layer, numbers by a function."""
+
+    def __init__(self, shape: tuple[int, ...], classes: int) -> None:
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Dropout2d(0.2))
+        self.head = nn.Linear(144, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = nn.functional.dropout(self.features(x).relu(), 0.3, self.training)
+        logits: Tensor = self.head(features.flatten(1))
+        return logits
+
+
+class Shuffling(nn.Module):
+    def __init__(self, shape: tuple[int, ...], classes: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(1)
+        logits: Tensor = self.layer(x[:, torch.randperm(64)] if self.training else x)
+        return logits
+
+
 class ByValue(nn.Module):
     def __init__(self, shape: tuple[int, ...], classes: int) -> None:
         super().__init__()
@@ -183,8 +208,23 @@ def test_a_users_own_module_is_stacked(caplog: pytest.LogCaptureFixture) -> None
 
 
 @pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("name", ["perfed-ckt", "per-fedavg", "ditto", "perfed-evidence"])
+@pytest.mark.parametrize("engine", [{}, {"threads": 2}, {"record": True}], ids=str)
+def test_dropout_is_stacked_and_each_client_has_its_own(
+    name: str, engine: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    models = [f"{__name__}:WithDropout", f"{__name__}:Dropping"]
+    training = TINY["training"] | {"steps": 6}
+    experiment = tiny(algorithm=spec(name), models=models, training=training, clients_per_round=6)
+    reference = play(Simulation(experiment, how=SEQUENTIAL))
+    stacked = Simulation(experiment, how=STACKED, engine=StackedEngine(**engine))
+    assert_same(play(stacked), reference, 1e-8)
+    assert not caplog.records
+
+
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize(
-    ("module", "reason"), [("WithDropout", "draws random numbers"), ("ByValue", ".item()")]
+    ("module", "reason"), [("Shuffling", "draws random numbers"), ("ByValue", ".item()")]
 )
 def test_what_cannot_be_mapped_runs_sequentially_and_says_why(
     module: str, reason: str, caplog: pytest.LogCaptureFixture

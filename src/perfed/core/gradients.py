@@ -31,7 +31,8 @@ def clipped_mean(
     def of_one(at: Nested, x: Tensor, y: Tensor) -> Tensor:
         return loss(at, type(private)(x[None], y[None]))
 
-    each = vmap(grad(of_one), in_dims=(None, 0, 0))(params, private.x, private.y)
+    of_each = vmap(grad(of_one), in_dims=(None, 0, 0), randomness="different")
+    each = of_each(params, private.x, private.y)
     squares = [g.flatten(1).square().sum(1) for own in each.values() for g in own.values()]
     factors = (bound / (torch.stack(squares).sum(0).sqrt() + TINY)).clamp(max=1.0)
     count = len(factors)

@@ -56,12 +56,20 @@ def uniform_indices_each(
 ) -> Tensor:
     """The draws of several streams, one after another along the first dimension."""
     count = int(np.prod(shape))
-    counter = torch.arange(1, count + 1, dtype=torch.int64, device=device)
-    key = torch.tensor(keys, dtype=torch.int64, device=device)[:, None]
     bound = torch.tensor(bounds, dtype=torch.int64, device=device)[:, None]
-    # 63 of the 64 bits; the modulo's bias is below bound / 2**63.
-    draws = (_splitmix64(key + counter * _GOLDEN) & _MASK_63) % bound
-    return draws.reshape(len(keys), *shape)
+    bits = random_bits(torch.tensor(keys, dtype=torch.int64, device=device), count)
+    return (bits % bound).reshape(len(keys), *shape)  # the modulo's bias is below bound / 2**63
+
+
+def random_bits(keys: Tensor, count: int) -> Tensor:
+    """``count`` draws of each stream, of 63 bits, along a new last dimension."""
+    counter = torch.arange(1, count + 1, dtype=torch.int64, device=keys.device)
+    return _mixed(keys[..., None] + counter * _GOLDEN) & _MASK_63
+
+
+def substream(keys: Tensor, number: int) -> Tensor:
+    """The keys of one of many streams inside each of these."""
+    return _mixed(keys + _signed(number * _GOLDEN % (1 << 64)))
 
 
 def shuffled_indices(key: int, count: int, bound: int, device: torch.device) -> Tensor:
@@ -69,7 +77,7 @@ def shuffled_indices(key: int, count: int, bound: int, device: torch.device) -> 
     all again in another, as often as it takes."""
     passes = -(-count // bound)
     counter = torch.arange(1, passes * bound + 1, dtype=torch.int64, device=device)
-    values = _splitmix64(key + counter * _GOLDEN).view(passes, bound)
+    values = _mixed(key + counter * _GOLDEN).view(passes, bound)
     order: Tensor = values.argsort(dim=1, stable=True)
     return order.flatten()[:count]
 
@@ -80,14 +88,16 @@ def _signed(value: int) -> int:
 
 
 _GOLDEN = _signed(0x9E3779B97F4A7C15)
-_MASK_63 = (1 << 63) - 1
+BITS = 63
+_MASK_63 = (1 << BITS) - 1
 
 
 def _shift_right(z: Tensor, bits: int) -> Tensor:
     return (z >> bits) & ((1 << (64 - bits)) - 1)  # logical: without copies of the sign bit
 
 
-def _splitmix64(z: Tensor) -> Tensor:
+def _mixed(z: Tensor) -> Tensor:
+    """SplitMix64's finaliser: every bit of the result depends on every bit of ``z``."""
     z = (z ^ _shift_right(z, 30)) * _signed(0xBF58476D1CE4E5B9)
     z = (z ^ _shift_right(z, 27)) * _signed(0x94D049BB133111EB)
     return z ^ _shift_right(z, 31)

@@ -23,7 +23,13 @@ from perfed.core.errors import ConfigError
 from perfed.core.message import Message
 from perfed.core.network import head_outputs, head_tensors
 from perfed.core.predictor import What
-from perfed.core.streams import shuffled_indices, stream_key, torch_stream, uniform_indices
+from perfed.core.streams import (
+    random_bits,
+    shuffled_indices,
+    stream_key,
+    torch_stream,
+    uniform_indices,
+)
 from perfed.core.tree import OWN, Tree, Weights
 from perfed.engines.precision import Precision
 
@@ -93,6 +99,15 @@ class Sgd:
 
     def public_key(self) -> int:
         return self._key("public-batches")
+
+    def randomness_key(self) -> int:
+        """Of what its networks draw."""
+        return self._key("randomness")
+
+    @property
+    def draws_numbers(self) -> bool:
+        """Whether one of its networks draws random numbers while it trains."""
+        return any(map(self.client.population.draws_numbers, self.labels().values()))
 
     def _keys(self, what: str) -> list[int]:
         return [self._key(f"{what}{n or ''}") for n in range(self.batches)]
@@ -394,6 +409,13 @@ class _Outputs:
 
 def _same_entries(now: Tree, before: Tree) -> bool:
     return before.keys() == now.keys() and all(before[name] is now[name] for name in now)
+
+
+def step_keys(requests: Sequence[Sgd]) -> Tensor:
+    """The keys of what networks draw in each step, (requests, steps)."""
+    device = requests[0].client.population.device
+    keys = torch.tensor([request.randomness_key() for request in requests], device=device)
+    return random_bits(keys, requests[0].room)
 
 
 def private_draws(request: Sgd, key: int) -> Tensor:

@@ -17,6 +17,7 @@ from perfed.core.declaration import Known
 from perfed.core.errors import ConfigError, did_you_mean, shape_text
 from perfed.core.message import Message
 from perfed.core.metrics import EVALUATED_ON, Samples, column_name, evaluate
+from perfed.core.randomness import draws_numbers
 from perfed.core.schema import plain
 from perfed.core.tree import OWN, Weights, find_not_finite
 from perfed.core.wire import Link
@@ -82,6 +83,7 @@ class Population:
         self._check_batches()
         self._check_augmentation()
         self._heads: dict[str, tuple[str, int]] = {}
+        self._draws_numbers: dict[str, bool] = {}
         if algorithm.needs_features:
             self._find_heads()
         self._initial: dict[tuple[str, int], Weights] = {}
@@ -137,6 +139,12 @@ class Population:
     def width(self, label: str) -> int:
         """How many features a network gives; 0 where the algorithm does not look at them."""
         return self._heads.get(label, ("", 0))[1]
+
+    def draws_numbers(self, label: str) -> bool:
+        """Whether a network draws random numbers while it trains."""
+        if label not in self._draws_numbers:
+            self._draws_numbers[label] = draws_numbers(self.modules[label], self.x[:4])
+        return self._draws_numbers[label]
 
     # Samples go to the device when they are first used: where clients live elsewhere, never.
 

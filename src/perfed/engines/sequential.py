@@ -6,6 +6,7 @@ Every other engine is tested against this one.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from torch import Tensor
 from perfed.core.algorithm import Network, Private, Public, trainable
 from perfed.core.gradients import check_sample_gradients, clipped_mean
 from perfed.core.network import outputs
+from perfed.core.randomness import addressed
 from perfed.core.tree import Weights
-from perfed.engines.base import Forward, Job, Request, Sgd, Trained, mini_batches
+from perfed.engines.base import Forward, Job, Request, Sgd, Trained, mini_batches, step_keys
 from perfed.engines.local import LocalEngine
 
 EVALUATION_BATCH = 2048
@@ -48,8 +50,10 @@ def train(request: Sgd) -> Trained:
     params = {name: trainable(modules[name], weights) for name, weights in models.items()}
     networks = _networks(request, modules, models)
     states = dict(request.states)
-    for private, public in mini_batches(request):
-        gradients = _gradients(request, networks, params, private, public)
+    keys = step_keys([request])[0] if request.draws_numbers else repeat(None)
+    for (private, public), key in zip(mini_batches(request), keys, strict=False):
+        with addressed(key):
+            gradients = _gradients(request, networks, params, private, public)
         with torch.no_grad():
             for network, own in params.items():
                 directions, states[network] = optimizer.update(

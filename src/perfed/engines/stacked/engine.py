@@ -4,9 +4,9 @@ Jobs run together (:mod:`.together`), and requests that are equal but for their 
 (:mod:`.requests`) are answered as one stack (:mod:`.stack`, :mod:`.layers`). A stack's computation
 is recorded once and replayed (:mod:`.recorded`), on a CPU several stacks at a time.
 
-What cannot be mapped over clients is answered as the sequential engine would: a module that draws
-random numbers (each client's must come from its own stream), decides by a tensor's value or looks
-at other samples in evaluation, and an objective whose closure hides what may differ by client.
+What cannot be mapped over clients is answered as the sequential engine would: a module that
+shuffles, decides by a tensor's value or looks at other samples in evaluation, and an objective
+whose closure hides what may differ by client.
 """
 
 from __future__ import annotations

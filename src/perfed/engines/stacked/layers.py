@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from perfed.engines.stacked import hopper
 from perfed.engines.stacked.hopper import Deferred
 from perfed.engines.stacked.lanes import physical
+from perfed.engines.stacked.mappable import unbiasing
 from perfed.engines.stacked.operations import (
     PATCHES_LIMIT,
     BatchNorm,
@@ -155,7 +156,7 @@ def _normalised(
 ) -> Tensor:
     """With batch statistics, which move the running ones."""
     n, channels = x.shape[0], x.shape[2]
-    unbias = _unbiasing(x.numel() // (n * channels))
+    unbias = unbiasing(x.numel() // (n * channels))
     if not x.is_cuda and batch_last(x):
         y, mean, variance = _normalised_rows(x, weight, bias, eps)
     else:
@@ -179,13 +180,6 @@ def _normalised_rows(
         rows, weight.reshape(-1), bias.reshape(-1), 1, count, x.numel() // count, count, eps
     )
     return y.view(rows.shape).movedim(-1, 1), mean.detach(), scale.detach() ** -2 - eps
-
-
-def _unbiasing(count: int) -> float:
-    """From the variance of ``count`` values to the estimate that running statistics hold."""
-    if count == 1:
-        raise ValueError("BatchNorm needs more than one value per channel when training")
-    return count / (count - 1)
 
 
 def _max_pool2d(layer: nn.MaxPool2d, tensors: Tensors, at: str, x: Tensor | Deferred) -> Tensor:
@@ -220,7 +214,17 @@ def _average_to_one(layer: nn.AdaptiveAvgPool2d, tensors: Tensors, at: str, x: T
     return x.mean((-2, -1), keepdim=True)
 
 
-_ELEMENTWISE = (nn.LeakyReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.SiLU, nn.ELU, nn.Identity)
+# Dropout as well: its mask comes from each client's own stream (perfed.core.randomness).
+_ELEMENTWISE = (
+    nn.Dropout,
+    nn.LeakyReLU,
+    nn.Tanh,
+    nn.Sigmoid,
+    nn.GELU,
+    nn.SiLU,
+    nn.ELU,
+    nn.Identity,
+)
 
 
 def rule_for(layer: nn.Module) -> Rule | None:
@@ -302,33 +306,6 @@ def _mapped(
     tensors = dict(layer.named_parameters()) | dict(layer.named_buffers())
     y = mapped_chain(chain, tensors, x)
     return otherwise(x) if y is None else y
-
-
-def with_mappable_batch_norm(module: nn.Module) -> None:
-    """PyTorch's own BatchNorm cannot be mapped on every device where it is differentiated inside
-    the mapping, as Per-FedAvg does. Written in basic operations it can."""
-    for layer in module.modules():
-        if type(layer) in (nn.BatchNorm1d, nn.BatchNorm2d) and layer.momentum is not None:
-            layer.forward = partial(_batch_norm_in_basics, layer)  # type: ignore[arg-type]
-
-
-def _batch_norm_in_basics(layer: nn.BatchNorm2d, x: Tensor) -> Tensor:
-    """One client's BatchNorm."""
-    mean, variance = layer.running_mean, layer.running_var
-    if layer.training or mean is None or variance is None:
-        dims = (0, *range(2, x.ndim))
-        own_mean, own_variance = x.mean(dims), x.var(dims, correction=0)
-        if layer.training and mean is not None and variance is not None:
-            keep = 1 - (layer.momentum or 0.0)
-            unbiased = own_variance.detach() * _unbiasing(x.numel() // x.shape[1])
-            mean.mul_(keep).add_(own_mean.detach().to(mean.dtype) * (1 - keep))
-            variance.mul_(keep).add_(unbiased.to(variance.dtype) * (1 - keep))
-            assert layer.num_batches_tracked is not None
-            layer.num_batches_tracked.add_(1)
-        mean, variance = own_mean, own_variance
-    wide = (1, -1, *(1,) * (x.ndim - 2))
-    y = (x - mean.view(wide)) * (variance + layer.eps).rsqrt().view(wide)
-    return y * layer.weight.view(wide) + layer.bias.view(wide) if layer.affine else y
 
 
 def mapped_chain(chain: Chain, tensors: Mapping[str, Tensor], x: Tensor) -> Tensor | None:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -24,9 +26,10 @@ from perfed.core.errors import ConfigError
 from perfed.core.gradients import check_sample_gradients, clipped_mean
 from perfed.core.network import declared, head_outputs, outputs
 from perfed.core.predictor import What
+from perfed.core.randomness import addressed
 from perfed.core.streams import uniform_indices_each
 from perfed.core.tree import Weights
-from perfed.engines.base import Sgd, Trained, private_draws
+from perfed.engines.base import Sgd, Trained, private_draws, step_keys
 from perfed.engines.stacked import hopper
 from perfed.engines.stacked.layers import (
     Chain,
@@ -34,9 +37,9 @@ from perfed.engines.stacked.layers import (
     mapped_chain,
     mapped_chain_of_both,
     matrices,
-    with_mappable_batch_norm,
     with_rules,
 )
+from perfed.engines.stacked.mappable import make_mappable
 
 
 class StackedModule:
@@ -49,44 +52,44 @@ class StackedModule:
         self.chains: dict[bool, Chain | None] = {}
         for copied in (self.training, self.evaluating):
             self.chains[copied.training] = chain_of(copied)
-            with_mappable_batch_norm(copied)
+            make_mappable(copied)
             if self.chains[copied.training] is None:
                 with_rules(copied)
         self.obstacle = self._obstacle(module, few)
 
     def _obstacle(self, module: nn.Module, x: Tensor) -> str | None:
         """Why the module cannot be mapped, found by trying: two clients against one."""
-        buffers = _copied(dict(module.named_buffers()))
         devices = [x.device] if x.is_cuda else []
         try:
             with torch.random.fork_rng(devices):  # whoever asked keeps the numbers that are next
                 # Not its own weights: where they are zero, differences would not show.
-                params = {
+                moved = {
                     name: t.detach() + 0.1 * torch.randn(t.shape).to(t)
                     for name, t in module.named_parameters()
                 }
-                two = {name: torch.stack([t, t]) for name, t in (params | buffers).items()}
-                return self._difference(module, params, buffers, two, x)
+                return self._difference(module, moved | dict(module.named_buffers()), x)
         except Exception as error:  # whatever a user's module can stumble over
             if "randomness" in str(error):
-                return "it draws random numbers, which must come from each client's own stream"
+                return "it draws random numbers in a way that has no stream for each client"
             return str(error).split("\n")[0].split(". ")[0]
 
-    def _difference(
-        self,
-        module: nn.Module,
-        params: dict[str, Tensor],
-        buffers: dict[str, Tensor],
-        two: dict[str, Tensor],
-        x: Tensor,
-    ) -> str | None:
+    def _difference(self, module: nn.Module, one: dict[str, Tensor], x: Tensor) -> str | None:
+        two = {name: torch.stack([t, t]) for name, t in one.items()}
+        both, key = torch.stack([x, x]), torch.tensor([1, 1], device=x.device)
+        names = [name for name, _ in module.named_parameters()]
         for mode in (True, False):
-            forward = vmap(functools.partial(self.outputs, mode, "logits"), in_dims=(0, None))
-            plain = functional_call(module.train(mode), params | _copied(buffers), (x,))
-            if not _close(forward(_copied(two), x), plain):
+            module.train(mode)
+            forward = vmap(functools.partial(self.outputs, mode, "logits"), randomness="different")
+            with addressed(key[0]):
+                plain = _outputs_and_gradients(
+                    functools.partial(functional_call, module), one, names, x
+                )
+            with addressed(key):
+                mapped = _outputs_and_gradients(forward, two, names, both)
+            if not _all_close(mapped, plain):
                 return "mapped over clients it gives other numbers"
-        halves = [forward(_copied(two), part) for part in x.chunk(2)]
-        if not _close(torch.cat(halves, 1), plain):
+        halves = [forward(_copied(two), part) for part in both.chunk(2, 1)]
+        if not _all_close([torch.cat(halves, 1)], plain[:1]):
             return "in evaluation its output for a sample depends on other samples"
         return None
 
@@ -96,7 +99,8 @@ class StackedModule:
         y = None if chain is None else mapped_chain(chain, tensors, x)
         if y is None:
             module = self.training if training else self.evaluating
-            return outputs(module, self.head, tensors, x, what)
+            with _plain_attention():
+                return outputs(module, self.head, tensors, x, what)
         return y.to(x.dtype)
 
     def head_outputs(self, tensors: dict[str, Tensor], features: Tensor) -> Tensor:
@@ -123,10 +127,41 @@ class StackedModule:
         return chain[-1][2] == f"{declared(self.head)}."
 
 
-def _close(mapped: Tensor, plain: Tensor) -> bool:
-    """By the size of the whole output, and no finer than cuDNN's convolutions, which round to
-    eleven bits by default; a module that cannot be mapped is off by far more."""
-    return float((mapped - plain).norm()) <= 1e-2 * (float(plain.norm()) + 1e-3)
+@contextmanager
+def _plain_attention() -> Iterator[None]:
+    """Without torch's fused attention, which cannot be mapped: on a CPU it would run client by
+    client, on a GPU its backward pass fails."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+def _outputs_and_gradients(
+    run: Callable[[dict[str, Tensor], Tensor], Tensor],
+    tensors: dict[str, Tensor],
+    names: Sequence[str],
+    x: Tensor,
+) -> list[Tensor]:
+    """Logits, and the gradient of something made of them for each tensor that has a name here."""
+    tensors = _copied(tensors)
+    attached = [tensors[name].requires_grad_() for name in names]
+    logits = run(tensors, x)
+    loss = (logits * torch.linspace(-1, 1, logits.shape[-1]).to(logits)).sum()
+    gradients = torch.autograd.grad(loss, attached, materialize_grads=True)
+    return [logits.detach(), *gradients]
+
+
+def _all_close(mapped: Sequence[Tensor], plain: Sequence[Tensor]) -> bool:
+    """By the size of each tensor, and no finer than cuDNN's convolutions, which round to eleven
+    bits by default; what cannot be mapped is off by far more."""
+    norms = [float(t.norm()) for t in plain]
+    floor = 1e-3 * max(1.0, *norms)
+    differences = [float((a - b).norm()) for a, b in zip(mapped, plain, strict=True)]
+    return all(d <= 1e-2 * (norm + floor) for d, norm in zip(differences, norms, strict=True))
 
 
 def _copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -218,6 +253,8 @@ class Drawn(NamedTuple):
     """How each of those samples is changed (:mod:`perfed.core.augmentation`); empty: not at all."""
     public: list[Tensor]
     """Numbers within the client's public set; empty where there is none."""
+    keys: list[Tensor]
+    """Of the random numbers that networks draw; empty where they draw none."""
 
 
 class Draws(NamedTuple):
@@ -265,6 +302,8 @@ class StackedStep:
 
     def _may_join(self, first: Sgd) -> bool:
         if len(self._modules) > 1 or first.batches > 1 or first.sample_clip is not None:
+            return False
+        if first.draws_numbers:  # which belong to one pass, or to the other
             return False
         ((name, module),) = self._modules.items()
         weights = first.models[name]
@@ -318,7 +357,8 @@ class StackedStep:
         publics: tuple[Tensor, ...] = ()
         for public in drawn.public:
             publics = samples.public_x[public + public_start[:, None]], public
-        return Seen([*zip(images, labels, strict=True)], publics)
+        keys = drawn.keys[0] if drawn.keys else None
+        return Seen([*zip(images, labels, strict=True)], publics, keys)
 
     def _gradients(
         self, models: dict[str, Weights], inputs: list[Tensor], seen: Seen
@@ -369,8 +409,8 @@ class StackedStep:
             return clipped_mean(loss, at, Private(*privates[0]), bound)
 
         detached = {name: weights.detached() for name, weights in models.items()}
-        means: dict[str, dict[str, Tensor]] = vmap(of_one, randomness="error")(
-            here, detached, seen.privates, seen.publics, inputs
+        means: dict[str, dict[str, Tensor]] = self._mapped(
+            of_one, seen, here, detached, seen.privates, seen.publics, inputs
         )
         return {network: [*own.items()] for network, own in means.items()}
 
@@ -396,10 +436,15 @@ class StackedStep:
         inputs: list[Tensor],
         seen: Seen,
     ) -> Tensor:
-        losses: Tensor = vmap(self._loss_of_one, randomness="error")(
-            models, rounded, seen.privates, seen.publics, inputs
+        losses: Tensor = self._mapped(
+            self._loss_of_one, seen, models, rounded, seen.privates, seen.publics, inputs
         )
         return losses
+
+    def _mapped(self, function: Callable[..., Any], seen: Seen, *stacked: Any) -> Any:
+        randomness = "error" if seen.keys is None else "different"
+        with addressed(seen.keys):
+            return vmap(function, randomness=randomness)(*stacked)
 
     def _rounded(self, module: StackedModule, weights: Weights) -> dict[str, Tensor]:
         """Under autocast, the matrices as the network uses them. Their gradients are taken in that
@@ -458,6 +503,8 @@ class Seen(NamedTuple):
     privates: list[tuple[Tensor, Tensor]]
     publics: tuple[Tensor, ...]
     """Samples and their numbers, where there are any."""
+    keys: Tensor | None
+    """Of the random numbers that networks draw, one for each client."""
 
 
 def _apart_from(places: set[int], tree: Any) -> Any:
@@ -530,19 +577,19 @@ def draw(stack: Sequence[Sgd], starts: Mapping[int, tuple[int, int]]) -> Draws:
     shape = (first.room, training.batch_size)
     private, codes = [], []
     for number in range(first.batches):
-        keys = [request.private_keys()[number] for request in stack]
+        batch_keys = [request.private_keys()[number] for request in stack]
         if training.epochs:
             drawn = pad_sequence(
-                [private_draws(request, key) for request, key in zip(stack, keys, strict=True)],
+                [private_draws(r, key) for r, key in zip(stack, batch_keys, strict=True)],
                 batch_first=True,
             )
             drawn = pad(drawn, (0, 0, 0, shape[0] - drawn.shape[1]))
         else:
-            drawn = uniform_indices_each(keys, shape, sizes, device)
+            drawn = uniform_indices_each(batch_keys, shape, sizes, device)
         private.append(table.gather(1, drawn.flatten(1)).view_as(drawn))
         if training.augment:
-            keys = [request.augmentation_keys()[number] for request in stack]
-            codes.append(uniform_indices_each(keys, shape, [CODES] * len(stack), device))
+            codes_keys = [request.augmentation_keys()[number] for request in stack]
+            codes.append(uniform_indices_each(codes_keys, shape, [CODES] * len(stack), device))
     public = []
     if population.algorithm.trains_on_public_set:
         public.append(
@@ -554,4 +601,5 @@ def draw(stack: Sequence[Sgd], starts: Mapping[int, tuple[int, int]]) -> Draws:
             )
         )
     counts = [request.steps for request in stack]
-    return Draws(Drawn(private, codes, public), begins[:, 1], counts)
+    keys = [step_keys(stack)] if first.draws_numbers else []
+    return Draws(Drawn(private, codes, public, keys), begins[:, 1], counts)

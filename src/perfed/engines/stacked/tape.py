@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from perfed.core.randomness import DispatchMode
 
 log = logging.getLogger("perfed")
 WORTH = 4
@@ -80,7 +81,7 @@ class Line:
     writes: set[str]
 
 
-class Tape(TorchDispatchMode):
+class Tape(DispatchMode):
     """Inside, every operation is written down as it runs.
 
     Views are not written down. Whatever a chain of them ends in is one view of the tensor that
@@ -101,11 +102,6 @@ class Tape(TorchDispatchMode):
             self.faithful &= _memory(tensor) not in self._holders  # of two, whose is a view?
             self.arguments[f"a{number}"] = tensor
             self._hold(f"a{number}", tensor)
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Nothing here is ever compiled; to tell the compiler so would import it, for seconds."""
-        return False
 
     def __torch_dispatch__(
         self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
