@@ -291,6 +291,7 @@ def test_kill_9_at_any_moment_leaves_a_whole_checkpoint(folder: Path) -> None:
     assert done >= 0
     assert play(site(folder), done).message  # from the checkpoint
     assert play(site(folder), done + 1).message
+    assert site(folder).ledger.read().faults == []
 
 
 OWN = """
