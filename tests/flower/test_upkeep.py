@@ -165,11 +165,11 @@ def test_a_state_that_is_not_finite_is_passed_over(
     roll_back(path, 1)
     through = desk(folder)
     result = run(folder, through)
-    assert [line["round"] for line in lines(path, "rounds.jsonl") if line["round"] >= 0] == [
-        0,
-        1,
-        3,
-    ]
+    by_round = {line["round"]: line for line in lines(path, "rounds.jsonl")}
+    assert [*by_round][-4:] == [0, 1, 2, 3]
+    assert "is not finite" in by_round[2]["failed"]
+    assert by_round[3]["rolled_back_to"] == 1
+    assert result.table()
     assert all(tensor.isfinite().all() for tensor in sent(through, 3).arrays.values())
     assert result.summary["finished"]
 

@@ -51,9 +51,8 @@ def roll_back(path: Path, round: int) -> list[str]:
     with directory.locked():
         if directory.finished:
             raise RunError(f"{path} is finished: there is no round left to go on with")
-        failed = bool(directory.failure)  # in a round that sites have done, and the server has not
-        checkpoints = Checkpoints(directory)
-        following = checkpoints.roll_back(round, skipped=1 if failed else 0, rounds=rounds)
+        # Sites have done the round in which a server fails: again, they would answer the same.
+        following = Checkpoints(directory).roll_back(round, rounds, directory.failure)
         record = directory.read_json(FEDERATION)
         rollbacks = [*record.get("rollbacks", []), {"to": round, "before": following}]
         directory.write_json(FEDERATION, record | {"rollbacks": rollbacks})

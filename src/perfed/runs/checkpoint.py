@@ -109,21 +109,30 @@ class Checkpoints:
         }
         return progress, records
 
-    def roll_back(self, round: int, skipped: int, rounds: int) -> int:
-        """The server's state becomes the one after ``round``. All else stays as it is, and
-        ``skipped`` rounds are passed over; returns the next one, of ``rounds``."""
-        if self.load(torch.device("cpu")) is None or str(round) not in self._states:
+    def roll_back(self, round: int, rounds: int, failure: str) -> int:
+        """The server's state becomes the one after ``round``; all else stays as it is. Where the
+        next round has failed, it is passed over, and its line says so. Returns the round that is
+        next then, of ``rounds``."""
+        saved = self.load(torch.device("cpu"))
+        if saved is None or str(round) not in self._states:
             kept = ", ".join(self._states) or "none"
             raise RunError(f"there is no state after round {round}: kept are those after {kept}")
-        entry = self._states[str(round)]
+        progress, entry = saved[0], self._states[str(round)]
         self._read(entry, torch.device("cpu"))  # whole, or nothing is changed
+        following = progress.next_round + (1 if failure else 0)
+        if following >= rounds:
+            raise RunError(f"{self._directory.path}: there is no round left to go on with")
+        self._directory.cut_logs(progress.log_sizes)
+        if failure:
+            total = vars(progress.traffic)
+            traffic = {"traffic": dict.fromkeys(total, 0), "traffic_total": total}
+            line = {"round": progress.next_round, "clients": [], "failed": failure, **traffic}
+            self._directory.append("rounds.jsonl", line)
         manifest = self._directory.read_json("checkpoint/manifest.json")
         manifest["files"]["server"] = entry
-        manifest["next_round"] += skipped
-        if manifest["next_round"] >= rounds:
-            raise RunError(f"{self._directory.path}: there is no round left to go on with")
+        manifest |= {"next_round": following, "log_sizes": self._directory.log_sizes()}
         self._directory.write_json("checkpoint/manifest.json", manifest)
-        return int(manifest["next_round"])
+        return following
 
     def remove(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
