@@ -110,7 +110,7 @@ def test_what_cannot_run_is_refused(tmp_path: Path) -> None:
     start = starter.Start.look({"name": "digits"})
     for arguments, message in (
         ((6, ["fedaverage"], ["mlp"]), "did you mean 'fedavg'"),
-        ((6, ["fedavg"], ["vgg11"]), "'vgg11' needs images of at least 32×32"),
+        ((6, ["fedavg"], ["vgg11"]), "'vgg11' needs images of at least 16×16"),
         ((6, ["fedavg"], ["gone.py:Net"]), "cannot import 'gone.py'"),
         ((2000, ["fedavg"], ["mlp"]), "2000 clients need at least 6000 samples"),
     ):

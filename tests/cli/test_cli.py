@@ -50,7 +50,7 @@ def refusal(
         (["--set", "clients=2000"], "clients: 2000 clients need at least 6000 samples"),
         (["--set", "rounds"], "--set: 'rounds' is not of the form key=value"),
         (["--set", "rounds=[1"], "--set rounds is not valid YAML"),
-        (["--set", "models={architectures: [vgg11]}"], "'vgg11' needs images of at least 32×32"),
+        (["--set", "models={architectures: [vgg11]}"], "'vgg11' needs images of at least 16×16"),
         (
             ["--set", "algorithm={name: perfed-evidence, caution: .inf}"],
             "algorithm.caution: expected a finite number, got inf",

@@ -39,9 +39,10 @@ def test_the_papers_cnn() -> None:
 
 @pytest.mark.parametrize("name", ["vgg11", "vgg13-bn"])
 def test_vgg_runs_and_says_what_it_needs(name: str) -> None:
-    build_module(architectures.build(name), (1, 32, 32), 7)
-    with pytest.raises(ConfigError, match=f"'{name}' needs images of at least 32×32; .* 1×28×28"):
-        build_module(architectures.build(name), (1, 28, 28), 10)
+    for side in (16, 28, 31, 32, 48):
+        build_module(architectures.build(name), (1, side, side), 7)
+    with pytest.raises(ConfigError, match=f"'{name}' needs images of at least 16×16; .* 1×8×8"):
+        build_module(architectures.build(name), (1, 8, 8), 10)
 
 
 class WrongWidth(nn.Module):

@@ -1,5 +1,6 @@
 """Networks, and which client gets which."""
 
+from perfed.models import pictures as pictures
 from perfed.models.architectures import CNN, MLP, Architecture, architectures, last_linear
 from perfed.models.assignment import (
     Models,

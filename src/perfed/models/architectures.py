@@ -87,7 +87,7 @@ architectures = ArchitectureRegistry("architecture")
 Architecture.registry = architectures
 
 
-def _check_image(shape: Shape, name: str, smallest: int) -> None:
+def check_image(shape: Shape, name: str, smallest: int) -> None:
     if len(shape) != 3 or min(shape[1:]) < smallest:
         raise ConfigError(
             f"'{name}' needs images of at least {smallest}×{smallest}; "
@@ -123,7 +123,7 @@ class CNN(LayerList):
     batchnorm: bool = option(False, "BatchNorm after each convolution")
 
     def build(self, input_shape: Shape, classes: int) -> nn.Module:
-        _check_image(input_shape, "cnn", 8)
+        check_image(input_shape, "cnn", 8)
         kernel, padding = (5, 0) if min(input_shape[1:]) >= 28 else (3, 1)
         layers: list[nn.Module] = []
         for before, after in ((input_shape[0], 6), (6, 16)):
@@ -140,7 +140,7 @@ class CNN(LayerList):
 
 @dataclass(frozen=True)
 class VGG(LayerList):
-    """VGG for 32×32 images: convolutions, then 512 → 512 → 512 → classes.
+    """VGG for small images: convolutions, then 512 → 512 → 512 → classes.
 
     The paper's cost column shows that its "VGG" is this one (9.75 million parameters for VGG11),
     not torchvision's with its 128-million-parameter classifier.
@@ -152,16 +152,17 @@ class VGG(LayerList):
     batchnorm: ClassVar[bool]
 
     def build(self, input_shape: Shape, classes: int) -> nn.Module:
-        _check_image(input_shape, self.registered_name, 32)
+        check_image(input_shape, self.registered_name, 16)
         layers: list[nn.Module] = []
         channels = input_shape[0]
+        small = min(input_shape[1:]) < 32  # five halvings of 28 end in 1 only if they round up
         for block in self.blocks:
             for width in block:
                 layers.append(nn.Conv2d(channels, width, 3, padding=1))
                 layers += [nn.BatchNorm2d(width)] if self.batchnorm else []
                 layers.append(nn.ReLU())
                 channels = width
-            layers.append(nn.MaxPool2d(2))
+            layers.append(nn.MaxPool2d(2, ceil_mode=small))
         layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
         for _ in range(2):
             layers += [nn.Dropout(self.dropout)] if self.dropout else []
@@ -176,7 +177,7 @@ _VGG13 = ((64, 64), (128, 128), (256, 256), (512, 512), (512, 512))
 @architectures.register("vgg11")
 @dataclass(frozen=True)
 class VGG11(VGG):
-    """VGG11 for 32×32 images: 9,750,922 parameters with ten classes and three channels."""
+    """VGG11 for small images: 9,750,922 parameters with ten classes and three channels."""
 
     blocks, batchnorm = _VGG11, False
 
@@ -192,7 +193,7 @@ class VGG11BN(VGG):
 @architectures.register("vgg13")
 @dataclass(frozen=True)
 class VGG13(VGG):
-    """VGG13 for 32×32 images."""
+    """VGG13 for small images."""
 
     blocks, batchnorm = _VGG13, False
 

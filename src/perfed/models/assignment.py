@@ -18,6 +18,17 @@ from perfed.core.streams import numpy_stream, torch_stream
 from perfed.core.tree import Weights
 from perfed.models.architectures import Architecture, Shape
 
+_HTFE4 = ("cnn4", "googlenet", "mobilenet-v2", "resnet18")
+GROUPS: dict[str, tuple[str, ...]] = {
+    "htfe2": ("cnn4", "resnet18"),
+    "htfe3": ("resnet10", "resnet18", "resnet34"),
+    "htfe4": _HTFE4,
+    "htfe8": (*_HTFE4, "resnet34", "resnet50", "resnet101", "resnet152"),
+    "htfe9": tuple(f"resnet{layers}" for layers in (4, 6, 8, 10, 18, 34, 50, 101, 152)),
+}
+"""HtFLlib's groups of networks; all give features of one width."""
+GROUP_FEATURES = 512
+
 
 @dataclass(frozen=True)
 class Models(Options):
@@ -26,10 +37,11 @@ class Models(Options):
     architectures: tuple[Architecture, ...] = option(
         ("mlp",), "the networks in use, smallest first"
     )
-    assign: Literal["by-size", "shares", "list"] = option(
+    assign: Literal["by-size", "shares", "in-turn", "list"] = option(
         "by-size",
         "by-size: drawn, larger networks more often for clients with more samples; shares: a fixed "
-        "share of the clients has each; list: as given in per_client",
+        "share of the clients has each; in-turn: client 0 has the first, 1 the second, … and again "
+        "from the first; list: as given in per_client",
     )
     shares: tuple[float, ...] = option(
         (), "with assign: shares, the share of clients with each architecture", gt=0, le=1
@@ -44,7 +56,11 @@ class Models(Options):
 
     @classmethod
     def expand(cls, value: Any) -> Any:
-        """``models: mlp`` and ``models: [mlp, cnn]``, and in Python ``models=MyNet``."""
+        """``models: mlp``, ``models: [mlp, cnn]`` and ``models: htfe8``, and in Python
+        ``models=MyNet``."""
+        if isinstance(value, str) and value in GROUPS:
+            networks = [{"name": name, "features": GROUP_FEATURES} for name in GROUPS[value]]
+            return {"architectures": networks, "assign": "in-turn"}
         if isinstance(value, str | nn.Module) or callable(value):
             value = [value]
         return {"architectures": value} if isinstance(value, list | tuple) else value
@@ -80,6 +96,8 @@ class Models(Options):
                     "models.per_client",
                 )
             positions = np.array(self.per_client, dtype=int)
+        elif self.assign == "in-turn":
+            positions = np.arange(len(train_sizes)) % len(self.architectures)
         elif self.assign == "shares":
             counts = _counts(np.array(self.shares), len(train_sizes))
             ordered = np.repeat(np.arange(len(counts)), counts)
