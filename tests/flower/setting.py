@@ -122,11 +122,15 @@ class Desk:
         self.sites = sites
         self.fate = fate or (lambda node, task: None)
         self.tasks: list[tuple[int, Envelope]] = []
+        self.keys: dict[int, str] = {}
         self.said: list[str] = []
         self._arrived: dict[str, Envelope | str] = {}
 
     def nodes(self) -> list[int]:
         return list(self.sites)
+
+    def key(self, node: int) -> str:
+        return self.keys.get(node, "")
 
     def send(self, node: int, task: Envelope, seconds: float) -> str:
         name = f"message-{len(self.tasks)}"

@@ -65,11 +65,13 @@ def allowed_by(refusal: str) -> dict[str, Any]:
 # 18, 19: weights.
 
 
+@pytest.mark.attack(18, 19)
 def test_the_default_is_what_algorithms_declare_of_themselves() -> None:
     own = built_in_names("algorithms")
     assert {name for name in own if sends_no_weights(algorithms.build(name))} == WITHOUT_WEIGHTS
 
 
+@pytest.mark.attack(18, 19)
 @pytest.mark.parametrize("name", sorted(built_in_names("algorithms")))
 def test_an_algorithm_that_sends_weights_is_refused_unless_the_site_lists_it(
     name: str, folder: Path
@@ -121,6 +123,7 @@ def with_path(kind: str, path: str) -> dict[str, Any]:
     }[kind]
 
 
+@pytest.mark.attack(20, 21)
 @pytest.mark.parametrize(
     "kind", ["algorithms", "stages", "metrics", "optimizers", "schedules", "networks"]
 )
@@ -141,6 +144,7 @@ def test_a_path_from_the_coordinator_is_not_imported(kind: str, folder: Path) ->
     assert planted.with_suffix(".ran").exists() == (kind != "networks")
 
 
+@pytest.mark.attack(21)
 def test_no_module_is_imported_and_its_names_are_not_told(folder: Path) -> None:
     sys.modules.pop("this", None)
     for name in ("this:x", "this", "this.x", "imported", "object:x"):
@@ -167,6 +171,7 @@ def test_a_name_that_a_file_has_registered_is_not_perfeds_own(folder: Path) -> N
 # 23, 24: limits, before anything is made.
 
 
+@pytest.mark.attack(23, 30)
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
@@ -178,6 +183,11 @@ def test_a_name_that_a_file_has_registered_is_not_perfeds_own(folder: Path) -> N
         (training(public_batch_size=10**6), "a step, at most 1024; agrees: {batch_size: 1000000}"),
         (training(learning_rate=1e4), "10000.0 as a learning rate, at most 1.0"),
         (plan(clients=10**9), "1000000000 clients, at most 10000; agrees: {clients: 1000000000}"),
+        (
+            training(steps=1, batch_size=1),
+            "1 samples a round, at least 16; agrees: {least_s",
+        ),
+        (training(steps=3, batch_size=5), "15 samples a round, at least 16"),
         (plan(rounds=10**6), "1000000 rounds, at most 10000; agrees: {rounds: 1000000}"),
     ],
 )
@@ -193,6 +203,7 @@ def test_a_limit_holds_before_anything_is_made(
     assert allowed_by(refusal)
 
 
+@pytest.mark.attack(23)
 @pytest.mark.parametrize(
     "asked",
     [training(epochs=10**4200), training(batch_size=10**8), training(public_batch_size=2**63)],
@@ -224,6 +235,7 @@ def test_a_run_has_the_rounds_that_were_agreed_to(folder: Path) -> None:
     assert play(here, 2).refusal == "round 2: this run has 2, from 0"
 
 
+@pytest.mark.attack(24)
 def test_a_large_message_is_refused_in_both_ways(folder: Path) -> None:
     join(site(folder))
     came = play(site(folder, agrees={"bytes_in": 100}), 0).refusal
@@ -234,6 +246,7 @@ def test_a_large_message_is_refused_in_both_ways(folder: Path) -> None:
     assert not left.message
 
 
+@pytest.mark.attack(24)
 def test_a_large_message_is_refused_before_a_tensor_is_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -261,6 +274,7 @@ def test_the_app_at_a_site_asks_the_sites_file_first(
 # 26 (with 25): what is not declared is not trained on.
 
 
+@pytest.mark.attack(25, 26)
 @pytest.mark.parametrize("value", [1e3, 1e30, -0.1, 0.2, float("nan")])
 def test_centroids_that_are_no_probabilities_are_not_trained_on(value: float, folder: Path) -> None:
     here = site(folder)
@@ -275,6 +289,7 @@ def test_centroids_that_are_no_probabilities_are_not_trained_on(value: float, fo
 # 28: folders.
 
 
+@pytest.mark.attack(28)
 def test_many_invitations_leave_few_folders(folder: Path) -> None:
     here = site(folder)
     join(here, run="trial-mine")
@@ -331,6 +346,7 @@ MALFORMED = [
 ]
 
 
+@pytest.mark.attack(29)
 @pytest.mark.parametrize(("asked", "said"), MALFORMED)
 def test_what_is_no_plan_is_refused_in_one_line(asked: Any, said: str, folder: Path) -> None:
     refusal = invited(site(folder), asked).refusal
@@ -338,12 +354,14 @@ def test_what_is_no_plan_is_refused_in_one_line(asked: Any, said: str, folder: P
     assert "\n" not in refusal
 
 
+@pytest.mark.attack(29)
 def test_an_invitation_without_a_plan_is_refused(folder: Path) -> None:
     here = site(folder)
     answer = here.answer(Envelope(header(here, JOIN)))
     assert answer.refusal == "there is no plan in the invitation"
 
 
+@pytest.mark.attack(12)
 def test_what_a_coordinator_says_does_not_write_lines_of_its_own(folder: Path) -> None:
     said: list[str] = []
     here = Site.open(folder / "site-0.yaml", said.append)

@@ -19,6 +19,7 @@ from perfed.core import tensorfile
 from perfed.core.errors import PerfedError, RunError
 from perfed.core.message import Message
 from perfed.flower.coordinator import coordinate
+from perfed.flower.ledger import Ledger
 from perfed.flower.membership import introduction
 from perfed.flower.numbers import NEEDED, checked_numbers
 from perfed.flower.protocol import EVALUATE, FIRST, JOIN, ROUND, Envelope, Header, Refused
@@ -303,14 +304,24 @@ def test_another_configuration_does_not_go_on_in_the_same_directory(tmp_path: Pa
         run(folder, desk(folder))
 
 
+STATES = ["state-1", "elsewhere"]
+
+
+@pytest.mark.attack(13, 37)
 def test_a_number_that_two_sites_claim_is_refused(tmp_path: Path) -> None:
-    """The commonest mistake: a site's file copied with its number."""
+    """The commonest mistake: a site's file copied with its number. Who is refused is told so."""
     folder = write_federation(tmp_path / "federation", rounds=1, clients=3)
     copied = yaml.safe_load((folder / "site-1.yaml").read_text()) | {"state": "elsewhere"}
     (folder / "site-copy.yaml").write_text(yaml.safe_dump(copied))
     said: list[str] = []
     run(folder, desk(folder), said)
-    assert any("give this one its own number" in line for line in said)
+    names = [json.loads((folder / s / "site.json").read_text())["site"][:8] for s in STATES]
+    for state, name, other in zip(STATES, names, reversed(names), strict=True):
+        told = [e for e in Ledger(folder / state).read().entries if e["event"] == "told"]
+        for entry in told:
+            assert f"already, site {other}: give this one, site {name}, its own" in entry["why"]
+        assert bool(told) is any(entry["why"] in line for entry in told for line in said)
+    assert any("client 1 is another site already" in line for line in said)
 
 
 def test_weights_of_an_unknown_architecture_cannot_be_served(tmp_path: Path) -> None:

@@ -9,15 +9,22 @@ import ssl
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    PublicFormat,
+    load_ssh_public_key,
+)
 
 from perfed import Result
 from perfed.core import tensorfile
 from perfed.core.predictor import Mixture
-from perfed.flower.certificates import write_certificates, write_node_key
+from perfed.flower.certificates import fingerprint, write_certificates, write_node_key
 from perfed.flower.coordinator import coordinate
 from perfed.flower.initialise import APP
 from perfed.flower.protocol import Envelope
+from perfed.flower.signing import build, sign
 from tests.flower.processes import Network, Process, network, wait_until
 from tests.flower.setting import desk, personal_checkpoint, simulated, write_federation
 
@@ -32,6 +39,56 @@ def start(net: Network, folder: Path, name: str = "run") -> Process:
     coordinator = folder / "coordinator.yaml"
     (app / "pyproject.toml").write_text(APP.format(coordinator=coordinator))
     return net.run(name, app, coordinator)
+
+
+def start_signed(net: Network, folder: Path, signer: Path) -> Process:
+    """The same app, packed and signed."""
+    (folder / "app").mkdir()
+    text = APP.format(coordinator=folder / "coordinator.yaml")
+    (folder / "app" / "pyproject.toml").write_text(text)
+    (folder / "app.fab").write_bytes(build(folder / "app"))
+    sign(folder / "app.fab", signer)
+    command = ["perfed", "federation", "start", str(folder / "app.fab")]
+    return net.start("signed", *command, "--database", str(net.folder / "superlink.db"))
+
+
+HOSTILE_SERVER = """
+from flwr.app import Message, RecordDict
+from flwr.serverapp import ServerApp
+
+app = ServerApp()
+
+@app.main()
+def main(grid, context):
+    asked = [Message(RecordDict(), node, "query") for node in grid.get_node_ids()]
+    for answer in grid.send_and_receive(asked, timeout=240):
+        print("answer:", answer.error.reason if answer.has_error() else "none", flush=True)
+"""
+HOSTILE_CLIENT = """
+from pathlib import Path
+
+Path({ran!r}).touch()
+from flwr.clientapp import ClientApp
+
+app = ClientApp()
+"""
+
+
+def start_hostile(net: Network, folder: Path) -> Process:
+    """An app of the same name, with code of its own."""
+    app = folder / "hostile"
+    (app / "own").mkdir(parents=True)
+    (app / "own" / "server.py").write_text(HOSTILE_SERVER)
+    (app / "own" / "client.py").write_text(HOSTILE_CLIENT.format(ran=str(folder / "ran")))
+    text = APP.format(coordinator="").replace("perfed.flower.server_app", "own.server")
+    (app / "pyproject.toml").write_text(text.replace("perfed.flower.client_app", "own.client"))
+    return net.start("hostile", "flwr", "run", str(app), "loop", "--stream")
+
+
+def keys_of_members(folder: Path) -> list[str]:
+    path = folder / "run" / "partition.json"
+    known = json.loads(path.read_text())["clients"] if path.is_file() else []
+    return [member["key"] for member in known if member is not None]
 
 
 def rounds(folder: Path) -> list[dict[str, Any]]:
@@ -94,15 +151,18 @@ def test_three_sites_end_as_the_simulation_though_the_coordinator_is_killed(
         assert "alone_test_accuracy" in report.read_text()
 
 
-def test_with_tls_only_registered_sites_take_part(tmp_path: Path) -> None:
+@pytest.mark.attack(13, 15, 22, 38)
+def test_with_tls_only_registered_sites_and_a_signed_app_take_part(tmp_path: Path) -> None:
     """With PerFed-Evidence, whose clients have two models each."""
     changes = {"algorithm": {"name": "perfed-evidence", "caution": 0.0}, "rounds": 2}
     certificates = tmp_path / "certificates"
     write_certificates(certificates, 3, [])
     write_certificates(tmp_path / "other", 1, [])  # another authority
     write_node_key(certificates / "stranger")
-    folder = write_federation(tmp_path / "federation", options=PROCESSES, **changes)
+    options = PROCESSES | {"node_keys": True}
+    folder = write_federation(tmp_path / "federation", options=options, **changes)
     trusted = ["--root-certificates", str(certificates / "ca.crt")]
+    signed = ["--trusted-entities", str(certificates / "trusted-entities.yaml")]
     wrong = ["--root-certificates", str(tmp_path / "other" / "ca.crt")]
 
     def key(name: str) -> list[str]:
@@ -115,8 +175,10 @@ def test_with_tls_only_registered_sites_take_part(tmp_path: Path) -> None:
         keys = [str(certificates / f"site-{n}.pub") for n in range(3)]
         for done in [net.start("register", *register, public, "loop") for public in keys]:
             assert done.code() == 0, done.text()
+        run = start_signed(net, folder, certificates / "signer")
         for n in range(3):
-            net.supernode(f"node-{n}", folder / f"site-{n}.yaml", *trusted, *key(f"site-{n}"))
+            file = folder / f"site-{n}.yaml"
+            net.supernode(f"node-{n}", file, *trusted, *signed, *key(f"site-{n}"))
         for n, name in ((0, "stranger"), (1, "misled"), (2, "keyless")):
             shutil.copy(folder / f"site-{n}.yaml", folder / f"{name}.yaml")
         stranger = net.supernode("stranger", folder / "stranger.yaml", *trusted, *key("stranger"))
@@ -132,7 +194,13 @@ def test_with_tls_only_registered_sites_take_part(tmp_path: Path) -> None:
         itself = net.start("itself", *register, str(certificates / "stranger.pub"), "gate")
         assert itself.code() != 0
         assert_only_sites_pass(net.gate_port, certificates)
-        finish(start(net, folder), folder)
+        wait_until(lambda: len(keys_of_members(folder)) == 3, f"all sites:\n{run.text()}")
+        hostile = start_hostile(net, folder)
+        finish(run, folder)
+        wait_until(hostile.ended, f"the hostile app ends:\n{hostile.text()}")
+        answers = [line for line in hostile.text().splitlines() if line.startswith("answer: ")]
+        assert answers == ["answer: The FAB could not be verified."] * 3, hostile.text()
+        assert not (folder / "ran").exists()
         for intruder in (stranger, misled, keyless):
             wait_until(intruder.ended, f"refused:\n{intruder.text()}")
             assert intruder.code() != 0
@@ -140,6 +208,11 @@ def test_with_tls_only_registered_sites_take_part(tmp_path: Path) -> None:
             assert "SuperNode ID" not in intruder.text()
         assert stranger.code() % 256 == 305 % 256 or "305" in stranger.text()
         assert "certificate" in misled.text().lower()
+    for n, known in enumerate(keys_of_members(folder)):
+        key_of_site = load_ssh_public_key((certificates / f"site-{n}.pub").read_bytes())
+        assert known == fingerprint(
+            key_of_site.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+        )
     assert_personal_models_of(folder, simulated(tmp_path / "simulation", **changes))
     files = [tensorfile.load(personal_checkpoint(folder, client)) for client in range(3)]
     assert any(Mixture.marker in file for file in files)  # of two models

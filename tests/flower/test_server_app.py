@@ -13,9 +13,11 @@ from flwr.app import Array, ArrayRecord, RecordDict
 
 from perfed.core.errors import RunError
 from perfed.flower import server_app
+from perfed.flower.certificates import fingerprint
 from perfed.flower.membership import Unreadable
 from perfed.flower.server_app import FlowerTransport
 from tests.flower.setting import write_federation
+from tests.flower.test_membership import KEY
 
 
 @pytest.mark.attack(34)
@@ -61,3 +63,12 @@ def test_what_cannot_be_read_is_an_answer_and_an_error_of_flowers_is_none() -> N
     assert isinstance(arrived["unreadable"], Unreadable)
     assert arrived["unreadable"].startswith("not an envelope of perfed")
     assert type(arrived["failed"]) is str
+
+
+@pytest.mark.attack(13)
+def test_a_node_is_known_by_its_key() -> None:
+    nodes = [SimpleNamespace(node_id=7, public_key=KEY), SimpleNamespace(node_id=8, public_key=b"")]
+    transport = FlowerTransport(cast(Any, SimpleNamespace(get_nodes=lambda: nodes)))
+    assert transport.nodes() == [7, 8]
+    assert [transport.key(node) for node in (7, 8, 9)] == [fingerprint(KEY), "", ""]
+    assert fingerprint(KEY).startswith("SHA256:")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
 import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +17,16 @@ import pytest
 import torch
 import yaml
 
+from perfed import cli
 from perfed.config import Training
 from perfed.core import tensorfile
 from perfed.core.algorithm import algorithms
 from perfed.core.errors import ConfigError, PerfedError
 from perfed.core.message import Message
-from perfed.flower.plan import Plan
+from perfed.core.optimizer import optimizers
+from perfed.flower.approval import Approvals
+from perfed.flower.ledger import Ledger
+from perfed.flower.plan import Plan, plan_hash
 from perfed.flower.protocol import FIRST, JOIN, PROTOCOL, ROUND, Envelope, Header
 from perfed.flower.site import Checkpoint, Site
 from tests.flower.processes import wait_until
@@ -36,6 +42,7 @@ PLAN = Plan(
     Training(steps=2, batch_size=8, public_batch_size=8, learning_rate=0.1),
     algorithms.build({"name": "perfed-ckt", "clusters": 2}),
 )
+ADAM = optimizers.build("adam")
 
 
 @pytest.fixture
@@ -98,6 +105,7 @@ def test_runs_do_not_touch_each_other(folder: Path) -> None:
     assert not torch.equal(weights(folder, "trial-2")["1.weight"], once["1.weight"])
 
 
+@pytest.mark.attack(27)
 @pytest.mark.parametrize(
     ("task", "reason"),
     [
@@ -138,13 +146,78 @@ def test_a_plan_of_the_first_version_is_still_that_plan(folder: Path) -> None:
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps(old | {"training": training | {"decay": 0.0}}))
     assert not join(site(folder)).refusal
-    path.write_text(json.dumps(old | {"training": training | {"decay": 0.5}}))
+    path.write_text(json.dumps(old | {"training": training | {"decay": 0.0}, "seed": 1}))
     assert "another configuration" in join(site(folder)).refusal
 
 
-def test_a_run_cannot_change_its_plan(folder: Path) -> None:
+@pytest.mark.attack("changed-plan")
+@pytest.mark.parametrize(
+    ("changes", "said", "goes_on"),
+    [
+        ({"rounds": 12}, "rounds: 9 → 12", True),
+        ({"metrics": ("loss",)}, 'metrics: [] → ["loss"]', True),
+        ({"training": replace(PLAN.training, steps=3)}, "training.steps: 2 → 3", True),
+        ({"training": replace(PLAN.training, optimizer=ADAM)}, "training.optimizer.b", False),
+        ({"seed": 1}, "seed: 0 → 1", False),
+    ],
+)
+def test_a_changed_plan_waits_until_it_is_approved(
+    changes: dict[str, Any],
+    said: str,
+    goes_on: bool,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Also for a new run. Afterwards this run goes on if its checkpoint allows it."""
+
+    def approve(*words: str) -> tuple[Any, str, str]:
+        arguments = ["perfed", "site", "approve", str(folder / "site-0.yaml"), *words]
+        monkeypatch.setattr(sys, "argv", arguments)
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return ended.value.code, *capsys.readouterr()
+
+    assert approve() == (0, "no plan waits here\n", "")
+    assert approve("0" * 12) == (2, "", "perfed: no plan waits here\n")
+    assert not join(site(folder)).refusal
+    plan = replace(PLAN, **changes)
+    for run in ("trial-1", "trial-2"):
+        refusal = join(site(folder), plan, run).refusal
+        assert refusal.startswith("the plan is not the one that was approved here: ")
+        assert said in refusal
+        assert refusal.endswith(" would allow it")
+    (command,) = re.findall(r"'perfed site approve SITE.YAML (\w+)'", refusal)
+    assert not (folder / "state-0" / "trial-2").exists()
+    assert not join(site(folder)).refusal  # the old one is still approved
+    code, shown, _ = approve()
+    assert (code, said in shown, command in shown) == (0, True, True)
+    assert approve("0" * 12)[0] == approve(command[:4])[0] == 2
+    assert approve(command)[0] == 0
+    assert not join(site(folder), plan, "trial-2").refusal
+    refusal = join(site(folder), plan).refusal
+    assert ("another configuration" in refusal) is not goes_on
+    events = [entry for entry in site(folder).ledger.read().entries if entry["event"] == "approved"]
+    assert [entry["why"] for entry in events] == [
+        "the first plan for a run of this name",
+        "perfed site approve",
+    ]
+    assert any(said.split(" → ")[0] in change for change in events[1]["changes"])
+
+
+@pytest.mark.attack("changed-plan")
+def test_what_is_approved_is_what_somebody_has_seen(folder: Path) -> None:
+    """Another plan has come before the first one was approved."""
     join(site(folder))
-    assert "another configuration" in join(site(folder), replace(PLAN, seed=1)).refusal
+    seen = plan_hash(replace(PLAN, rounds=10).to_mapping())
+    for rounds in (10, 11):
+        assert "rounds" in join(site(folder), replace(PLAN, rounds=rounds)).refusal
+    approvals = Approvals(folder / "state-0", Ledger(folder / "state-0"))
+    with pytest.raises(PerfedError, match=f"'{seen}' does not wait here, but"):
+        approvals.approve(seen)
+    for text in ("[]", "{", '{"trial": 3}'):
+        (folder / "state-0" / "approved.json").write_text(text)
+        assert "is corrupt" in join(site(folder)).refusal
 
 
 def test_a_corrupt_checkpoint_is_reported_not_replaced(folder: Path) -> None:
@@ -218,6 +291,7 @@ def test_kill_9_at_any_moment_leaves_a_whole_checkpoint(folder: Path) -> None:
     assert done >= 0
     assert play(site(folder), done).message  # from the checkpoint
     assert play(site(folder), done + 1).message
+    assert site(folder).ledger.read().faults == []
 
 
 OWN = """

@@ -8,6 +8,9 @@ from typing import Annotated
 import typer
 
 from perfed.flower import initialise, upkeep
+from perfed.flower.approval import SHORT, Approvals
+from perfed.flower.ledger import NEWEST, Ledger
+from perfed.flower.settings import read_site
 
 federation = typer.Typer(help="A real federation, on Flower.", no_args_is_help=True)
 site = typer.Typer(help="One site of a real federation.", no_args_is_help=True)
@@ -74,7 +77,90 @@ def federation_check(
     print("\n".join(initialise.check_coordinator(file)))
 
 
+@federation.command("start")
+def federation_start(
+    app: Annotated[Path, typer.Argument(metavar="[APP.FAB]", help="A signed app.")] = Path(
+        initialise.SIGNED
+    ),
+    database: Annotated[Path, typer.Option(help="The superlink's.")] = Path("superlink.db"),
+) -> None:
+    """Start a signed app, and show what it says: 'flwr run --stream' sends apps unsigned."""
+    initialise.require_flower()
+    from perfed.flower.signing import start
+
+    start(app, database)
+
+
+@federation.command("release")
+def federation_release(
+    file: Annotated[Path, typer.Argument(metavar="COORDINATOR.YAML")],
+    client: Annotated[int, typer.Argument(metavar="CLIENT", help="The number.")],
+    name: Annotated[
+        str, typer.Argument(metavar="SITE", help="The site's key, SHA256:…, or its name.")
+    ],
+) -> None:
+    """Let another site, or one with a new key, have a client's number."""
+    initialise.require_flower()
+    from perfed.flower.coordinator import release
+
+    release(file, client, name)
+    print(f"{name} has number {client} when it comes")
+
+
 @site.command("check")
 def site_check(file: Annotated[Path, typer.Argument(metavar="SITE.YAML")]) -> None:
     """Before joining: is the data readable, does the model run, is the public set the right one?"""
     print("\n".join(initialise.check_site(file)))
+
+
+@site.command("sign")
+def site_sign(
+    app: Annotated[Path, typer.Argument(metavar="APP.FAB", help="The coordinator's app.")],
+    key: Annotated[Path, typer.Option(help="Your Ed25519 key (ssh-keygen -t ed25519).")],
+) -> None:
+    """Sign the coordinator's app if it has no code; your supernode then runs it and no other."""
+    initialise.require_flower()
+    from perfed.flower.signing import sign
+
+    print("\n".join(sign(app, key)))
+
+
+@site.command("ledger")
+def site_ledger(
+    file: Annotated[Path, typer.Argument(metavar="SITE.YAML", help="Or the site's state folder.")],
+    everything: Annotated[
+        bool, typer.Option("--all", help=f"All lines, not the newest {NEWEST} alone.")
+    ] = False,
+) -> None:
+    """What this site was asked, what left it, what it refused; and is any of that changed?"""
+    ledger = Ledger(file if file.is_dir() else _state(file))
+    contents = ledger.read()
+    print(contents.table(None if everything else NEWEST).text())
+    contents.check(ledger.path)
+    print(f"\n{contents.lines} lines, none changed or missing; the last has {contents.hash}")
+
+
+@site.command("approve")
+def site_approve(
+    file: Annotated[Path, typer.Argument(metavar="SITE.YAML")],
+    plan: Annotated[
+        str, typer.Argument(metavar="[HASH]", help="Of the plan to approve; without: show it.")
+    ] = "",
+) -> None:
+    """Let this site join with a plan that is not the one it joined with before."""
+    state = _state(file)
+    approvals = Approvals(state, Ledger(state))
+    if plan:
+        print("\n".join(["approved:", *approvals.approve(plan)]))
+        return
+    waiting = approvals.waiting()
+    if waiting is None:
+        print("no plan waits here")
+        return
+    hash, changes = waiting
+    print("\n".join(["a plan waits, in which", *changes]))
+    print(f"to approve it: perfed site approve {file} {hash[:SHORT]}")
+
+
+def _state(file: Path) -> Path:
+    return file.absolute().parent / read_site(file).state

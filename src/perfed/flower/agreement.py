@@ -54,6 +54,9 @@ class Agreement(Options):
     networks: tuple[str, ...] = option((), "networks in an algorithm that are not perfed's")
     steps: int = option(10_000, "most training steps in a round, also where it counts epochs", ge=1)
     batch_size: int = option(1024, "most samples in a step, private or public", ge=1)
+    least_samples: int = option(
+        16, "fewest samples that a round is trained on: steps × batch_size", ge=1
+    )
     rounds: int = option(10_000, "most rounds", ge=1)
     clients: int = option(10_000, "most clients in the run", ge=1)
     learning_rate: float = option(1.0, "largest learning rate", gt=0)
@@ -110,6 +113,12 @@ class Agreement(Options):
         options = vars(algorithm).items()
         own = [n for key, n in options if key.endswith("steps") and isinstance(n, int)]
         self._check_limit("steps", max([training.steps_of(samples), *own]), "steps a round")
+        drawn = training.steps_of(samples) * training.batch_size
+        if drawn < self.least_samples:  # an answer would tell of these few alone
+            raise Refused(
+                f"this site does not agree to {drawn} samples a round, at least "
+                f"{self.least_samples}; {_line('least_samples', str(drawn))}"
+            )
         largest = max(training.batch_size, training.public_batch_size)
         self._check_limit("batch_size", largest, "samples a step")
         self._check_limit("rounds", plan.rounds, "rounds")

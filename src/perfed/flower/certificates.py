@@ -1,21 +1,26 @@
-"""A private certificate authority, the server's certificate and the sites' keys, to try TLS and
-node authentication with. Whoever has ``ca.key`` can pass for the coordinator."""
+"""A private certificate authority, the server's certificate, the sites' keys and a key to sign the
+app with, to try TLS, node authentication and trusted entities with. Whoever has ``ca.key`` can pass
+for the coordinator."""
 
 from __future__ import annotations
 
 import ipaddress
 import os
+from base64 import b64encode
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import (
     Encoding,
     NoEncryption,
     PrivateFormat,
     PublicFormat,
+    load_pem_public_key,
+    ssh_key_fingerprint,
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
@@ -34,6 +39,7 @@ def write_certificates(folder: Path, sites: int, hosts: list[str]) -> None:
     _write_key(folder / "server.key", server_key, PrivateFormat.PKCS8)
     for client in range(sites):
         write_node_key(folder / f"site-{client}")
+    write_signing_key(folder / "signer")
 
 
 def write_node_key(path: Path) -> None:
@@ -44,7 +50,26 @@ def write_node_key(path: Path) -> None:
     path.with_name(f"{path.name}.pub").write_bytes(public + b"\n")
 
 
-def _write_key(path: Path, key: ec.EllipticCurvePrivateKey, form: PrivateFormat) -> None:
+def write_signing_key(path: Path) -> None:
+    """As Flower's trusted entities have it: Ed25519, in OpenSSH's format."""
+    _write_key(path, Ed25519PrivateKey.generate(), PrivateFormat.OpenSSH)
+
+
+def fingerprint(public_key: bytes) -> str:
+    """Of a key in PEM, as ``ssh-keygen -l`` prints it; empty where it is no key."""
+    try:
+        key = load_pem_public_key(public_key)
+    except ValueError:
+        return ""
+    if not isinstance(key, ec.EllipticCurvePublicKey):  # Flower registers no others
+        return ""
+    digest = ssh_key_fingerprint(key, hashes.SHA256())
+    return f"SHA256:{b64encode(digest).decode().rstrip('=')}"
+
+
+def _write_key(
+    path: Path, key: ec.EllipticCurvePrivateKey | Ed25519PrivateKey, form: PrivateFormat
+) -> None:
     content = key.private_bytes(Encoding.PEM, form, NoEncryption())
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(content)

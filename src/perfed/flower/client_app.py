@@ -11,9 +11,10 @@ from flwr.clientapp import ClientApp
 
 from perfed.core.errors import PerfedError
 from perfed.flower import codec
+from perfed.flower.ledger import Ledger
 from perfed.flower.protocol import Envelope, Header, one_line
 from perfed.flower.settings import read_site
-from perfed.flower.site import Site
+from perfed.flower.site import Site, refuse
 
 app = ClientApp()
 
@@ -22,20 +23,29 @@ app = ClientApp()
 @app.train()
 @app.evaluate()
 def answer(message: FlowerMessage, context: Context) -> FlowerMessage:
+    return FlowerMessage(codec.encode(_answer(message, context)), reply_to=message)
+
+
+def _answer(message: FlowerMessage, context: Context) -> Envelope:
     task = Envelope(Header("?", "?", -1, "?"))
+    path = Path(str(context.node_config.get("site", "site.yaml")))
     try:
-        path = Path(str(context.node_config.get("site", "site.yaml")))
         options = read_site(path)
-        task = codec.decode(message.content, options.agrees.bytes_in)
-        reply = Site(options, path.absolute().parent, _say).answer(task)
-    except PerfedError as error:
+    except PerfedError as error:  # then nobody knows where the ledger is
         reason = one_line(str(error))
         _say(f"refused: {reason}")
-        reply = task.refuse(reason)
+        return task.refuse(reason)
+    folder = path.absolute().parent
+    ledger = Ledger(folder / options.state)
+    try:
+        task = codec.decode(message.content, options.agrees.bytes_in)
+        return Site(options, folder, _say).answer(task)
+    except PerfedError as error:
+        return refuse(task, str(error), ledger, _say)
     except Exception as error:  # the site's own model or data: the details stay at the site
         traceback.print_exc()
-        reply = task.refuse(f"failed with {type(error).__name__}; its log says more")
-    return FlowerMessage(codec.encode(reply), reply_to=message)
+        reason = f"failed with {type(error).__name__}; its log says more"
+        return refuse(task, reason, ledger, _say)
 
 
 def _say(line: str) -> None:

@@ -28,6 +28,7 @@ from perfed.core.declaration import Known, networks
 from perfed.core.errors import Diverged, PerfedError, RunError
 from perfed.core.message import Message
 from perfed.core.selection import select_clients
+from perfed.core.tensorfile import write_atomically
 from perfed.core.tree import flatten
 from perfed.engines import ClientRecord
 from perfed.engines.population import check_one_width
@@ -77,6 +78,8 @@ from perfed.runs.coordinator import (
 )
 from perfed.runs.directory import FEDERATION, RunDirectory, environment
 from perfed.runs.result import Result
+
+RELEASED = "released"  # in the run directory: for a number, the name of the site that may have it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,6 +140,7 @@ class FederatedRun(Coordinator):
         self.membership = Membership(transport, invitation, options, say)
         self.membership.admit = self._admit
         self.membership.has_trained = lambda client: bool(self.progress.trained[client])
+        self.membership.is_released = self._is_released
         self.membership.changed = self._write_members
         self.watch = Watch()
         self.conduct = Conduct(options.set_aside_after, options.set_aside_rounds)
@@ -476,6 +480,14 @@ class FederatedRun(Coordinator):
         run_id: str = recorded["run"]
         return run_id
 
+    def _is_released(self, client: int, name: str) -> bool:
+        """Once."""
+        path = self._directory.path / RELEASED / str(client)
+        released = path.is_file() and path.read_text("utf-8") == name
+        if released:
+            path.unlink()
+        return released
+
     def _write_members(self) -> None:
         members = self.membership.members
         clients = [
@@ -503,6 +515,18 @@ class Lines(Callback):
 
     def on_end(self, result: Result) -> None:
         self._say(result.table())
+
+
+def release(path: Path, client: int, name: str) -> None:
+    """The site of this name has the number when it comes; also while the coordinator runs."""
+    options = read_coordinator(path)
+    folder = path.absolute().parent / options.directory
+    if not 0 <= client < options.experiment.clients:
+        raise RunError(f"client {client}: the run's are 0 … {options.experiment.clients - 1}")
+    if not (folder / FEDERATION).is_file():
+        raise RunError(f"{folder} holds no run: nobody has a number yet")
+    (folder / RELEASED).mkdir(exist_ok=True)
+    write_atomically(folder / RELEASED / str(client), name.encode())
 
 
 def coordinate(path: Path, transport: Transport, say: Say = print) -> Result:

@@ -17,6 +17,7 @@ from perfed.flower.settings import read_coordinator
 from perfed.flower.site import Site
 
 FLOWER = "1.41"
+SIGNED = "app.fab"
 MODELS = ("{name: mlp, hidden: [32]}", "{name: mlp, hidden: [128]}", "{name: cnn, batchnorm: true}")
 
 APP = """\
@@ -54,6 +55,7 @@ minimum: 1            # answers without which a round is tried again
 set_aside_after: 3    # refused answers in a row after which a site is not asked for some rounds
 states: 5             # last states of the server to keep, for 'perfed federation rollback'
 start_with: 0         # sites that must be there before the first round; 0: all of them
+node_keys: {node_keys}      # sites have registered keys: a client's number belongs to a key
 classes: 10           # every site must have as many
 
 # The public set: the same unlabeled samples here and at every site. A file, '.npy' or '.npz' with
@@ -113,6 +115,7 @@ agrees:
   algorithms: [{algorithms}]
   steps: 10000        # most training steps in a round
   batch_size: 1024    # most samples in a step
+  least_samples: 16   # fewest samples that a round is trained on: steps × batch size
   rounds: 10000
   clients: 10000
   learning_rate: 1.0
@@ -154,11 +157,14 @@ def initialise(folder: Path, sites: int, tls: bool, hosts: list[str]) -> list[st
     folder.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
-        _write(draft, folder, sites)
+        _write(draft, folder, sites, tls)
         if tls:
             from perfed.flower.certificates import write_certificates
+            from perfed.flower.signing import build, sign
 
             write_certificates(draft / "certificates", sites, hosts)
+            (draft / SIGNED).write_bytes(build(draft / "app"))
+            sign(draft / SIGNED, draft / "certificates" / "signer")
         security = (
             f'root-certificates = "{folder / "certificates" / "ca.crt"}"'
             if tls
@@ -173,9 +179,13 @@ def initialise(folder: Path, sites: int, tls: bool, hosts: list[str]) -> list[st
     return commands(folder, sites, tls)
 
 
-def _write(draft: Path, folder: Path, sites: int) -> None:
+def _write(draft: Path, folder: Path, sites: int, tls: bool) -> None:
     coordinator = COORDINATOR.format(
-        name=folder.name, sites=sites, last=sites - 1, clusters=min(2, sites)
+        name=folder.name,
+        sites=sites,
+        last=sites - 1,
+        clusters=min(2, sites),
+        node_keys=str(tls).lower(),
     )
     _put(draft / "coordinator.yaml", coordinator)
     public = read_coordinator(draft / "coordinator.yaml").public_samples()
@@ -209,6 +219,7 @@ def commands(folder: Path, sites: int, tls: bool) -> list[str]:
         link += f" --ssl-ca-certfile {certificates}/ca.crt --ssl-certfile {certificates}/server.crt"
         link += f" --ssl-keyfile {certificates}/server.key --enable-supernode-auth"
         node += f" --root-certificates {certificates}/ca.crt"
+        node += f" --trusted-entities {certificates}/trusted-entities.yaml"
     else:
         link += " --insecure"
         node += " --insecure"
@@ -220,7 +231,7 @@ def commands(folder: Path, sites: int, tls: bool) -> list[str]:
         key = f" --auth-supernode-private-key {certificates}/site-{client}" if tls else ""
         config = f"--node-config 'site=\"site-{client}.yaml\"'"
         lines.append(f"{node}{key} --port {9094 + client} {config}")
-    return [*lines, "flwr run app --stream"]
+    return [*lines, "perfed federation start" if tls else "flwr run app --stream"]
 
 
 def check_coordinator(path: Path) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -9,13 +10,14 @@ from typing import Any, Protocol
 
 from perfed.core.errors import PerfedError
 from perfed.flower.numbers import Numbers, checked_numbers
-from perfed.flower.protocol import Envelope, Header, Refused, check_answer, new_task
+from perfed.flower.protocol import NOTICE, Envelope, Header, Refused, check_answer, new_task
 from perfed.flower.settings import CoordinatorOptions
 from perfed.flower.site import SPLIT_PARTS
 
 Say = Callable[[str], None]
 MOST = 10**12  # samples that a site may say it has
 WIDEST = 10**7  # features that its network may give
+SHORT = 8  # characters of a site's name: the rest is its secret
 LONGEST_NAME = 200  # characters of its architecture's name, and of its own
 INVITED_AGAIN = 10.0  # seconds after which a node that does not answer is first asked once more
 
@@ -39,6 +41,9 @@ class Transport(Protocol):
     def nodes(self) -> list[int]:
         """Who is connected."""
 
+    def key(self, node: int) -> str:
+        """The fingerprint of its key, as ``ssh-keygen -l`` prints it; empty where it has none."""
+
     def send(self, node: int, task: Envelope, seconds: float) -> str:
         """Returns a name to ask for the answer with. It is awaited for so many seconds."""
 
@@ -53,9 +58,24 @@ class Member:
     architecture: str
     sizes: dict[str, int]
     site: str
-    """The folder it keeps its state in; another one under the same number is another site."""
+    """The folder it keeps its state in. Nobody but this site and the coordinator knows it."""
     features: int = 0
     """The width of its network's features, where the algorithm looks at them."""
+    key: str = ""
+    """Of its node, where sites have keys (``node_keys``)."""
+
+    def is_same(self, other: Member) -> bool:
+        """Another one under the same number is another site. A site with a key may lose its folder
+        and keep its number; one without a key comes as a new node whenever it is started."""
+        return self.key == other.key if self.key and other.key else self.site == other.site
+
+    @property
+    def name(self) -> str:
+        """To tell it from another one."""
+        return self.key or self.site[:SHORT]
+
+    def __str__(self) -> str:
+        return f"{'key' if self.key else 'site'} {self.name}"
 
 
 @dataclasses.dataclass
@@ -88,6 +108,8 @@ class Membership:
         self.admit: Callable[[Member], None] = lambda member: None
         """Raises PerfedError where the server cannot serve a client."""
         self.has_trained: Callable[[int], bool] = lambda client: False
+        self.is_released: Callable[[int, str], bool] = lambda client, name: False
+        """Whether somebody has said that this number is for the site of that name from now on."""
         self.changed: Callable[[], None] = lambda: None
         self._transport = transport
         self._invitation = invitation
@@ -113,6 +135,8 @@ class Membership:
                 self._take_in(node, task, answer)
             except PerfedError as error:
                 self._say(f"{self._name(node)} may not join: {error}")
+                if was_given(answer):
+                    self._tell(node, str(error))
         for node in self._connected - set(self._node_of.values()):
             if time.monotonic() >= self._asked.get(node, _NEVER).again:
                 self._invite(node)
@@ -127,6 +151,13 @@ class Membership:
             self._say(f"{self._name(node)} cannot be asked to join: {error}")
         asked.again = time.monotonic() + asked.patience
         asked.patience = min(2 * asked.patience, deadline)
+
+    def _tell(self, node: int, reason: str) -> None:
+        """A site would not know why nothing comes. What it says to that does not matter."""
+        header = new_task(dataclasses.replace(self._invitation.header, kind=NOTICE))
+        with contextlib.suppress(PerfedError):
+            notice = Envelope(header, facts={"reason": reason})
+            self._transport.send(node, notice, self._options.deadline)
 
     def _name(self, node: int) -> str:
         client = self._was.get(node)
@@ -154,10 +185,20 @@ class Membership:
             raise Refused(answer)
         check_answer(task, answer)
         client, member, numbers = introduction(answer.facts, self._options.experiment.clients)
-        self._forget_other_numbers(member.site, client)
+        if self._options.node_keys:
+            member = dataclasses.replace(member, key=self._transport.key(node))
+        self._forget_other_numbers(member, client)
         before = self.members.get(client)
-        if before is not None and before.site != member.site and client in self._node_of:
-            raise Refused(f"client {client} is another site already: give this one its own number")
+        if before is not None and not before.is_same(member):
+            if not self.is_released(client, member.name):
+                raise Refused(
+                    f"client {client} is another site already, {before}: give this one, {member}, "
+                    f"its own number, or this one's with 'perfed federation release "
+                    f"COORDINATOR.YAML {client} {member.name}'"
+                )
+            self._say(f"client {client} was {before}, and is {member} from now on")
+            self._forget(client)
+            before = None
         if before is not None and before.architecture != member.architecture:
             raise Refused(
                 f"client {client} came with '{before.architecture}' before, "
@@ -180,13 +221,19 @@ class Membership:
         )
         self.changed()
 
-    def _forget_other_numbers(self, site: str, client: int) -> None:
-        """A site that came with a wrong number, and has done nothing under it, gives it back."""
-        for other, member in list(self.members.items()):
-            if member.site == site and other != client and not self.has_trained(other):
-                del self.members[other]
-                self._node_of.pop(other, None)
-                self.numbers.pop(other, None)
+    def _forget_other_numbers(self, member: Member, client: int) -> None:
+        """A site that came with a wrong number, and has done nothing under it, gives it back. One
+        that has trained keeps its number: it cannot have two."""
+        for other, known in list(self.members.items()):
+            if other != client and known.is_same(member):
+                if self.has_trained(other):
+                    raise Refused(f"{member} has trained as client {other}: it keeps that number")
+                self._forget(other)
+
+    def _forget(self, client: int) -> None:
+        del self.members[client]
+        self._node_of.pop(client, None)
+        self.numbers.pop(client, None)
 
 
 def introduction(facts: Mapping[str, Any], clients: int) -> tuple[int, Member, Numbers]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
 from typing import Any, Literal
 
 from perfed.config import Training
 from perfed.core.algorithm import Algorithm
-from perfed.core.errors import ConfigError
+from perfed.core.errors import ConfigError, RunError
 from perfed.core.metrics import known_metric, metrics
 from perfed.core.schema import Options, from_mapping, plain
 from perfed.core.wire import Stage
@@ -56,3 +59,16 @@ class Plan(Options):
             # Whatever an option can stumble over in a value that nobody thought of.
             raise Refused(f"the plan cannot be read: {type(error).__name__}") from error
         return plan
+
+
+def plan_hash(values: Any) -> str:
+    """Of a plan as JSON, whoever wrote it: what a site approves, and what its ledger names."""
+    return sha256(json.dumps(values, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def read_json(path: Path) -> Any:
+    """What a site has kept of plans."""
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise RunError(f"{path} is corrupt: {error}") from None

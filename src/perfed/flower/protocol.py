@@ -19,6 +19,7 @@ PROTOCOL = 3
 """Raised whenever the two sides would no longer understand each other."""
 
 JOIN, FIRST, ROUND, EVALUATE = "join", "first", "round", "evaluate"
+NOTICE = "notice"  # not a task: why a site may not join
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,8 @@ def check_same_public_set(theirs: Header, ours: str, who: str) -> None:
 
 def check_kind(task: Header) -> None:
     """That it is a task, in a round that there can be."""
-    first = {JOIN: -1, FIRST: -1, ROUND: 0, EVALUATE: -1}
-    last = {JOIN: -1, FIRST: -1}
+    first = {JOIN: -1, NOTICE: -1, FIRST: -1, ROUND: 0, EVALUATE: -1}
+    last = {JOIN: -1, NOTICE: -1, FIRST: -1}
     if task.kind not in first:
         raise Refused(f"'{task.kind}' is no task")
     if task.round < first[task.kind] or task.round > last.get(task.kind, task.round):

@@ -12,9 +12,10 @@ from flwr.serverapp import Grid, ServerApp
 
 from perfed.core.errors import PerfedError, RunError
 from perfed.flower import codec
+from perfed.flower.certificates import fingerprint
 from perfed.flower.coordinator import coordinate
 from perfed.flower.membership import Answer, Unreadable
-from perfed.flower.protocol import EVALUATE, JOIN, Envelope
+from perfed.flower.protocol import EVALUATE, JOIN, NOTICE, Envelope
 
 app = ServerApp()
 CLOCKS = 60.0  # seconds by which the clocks of two machines may differ
@@ -47,12 +48,22 @@ class FlowerTransport:
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
+        self._keys: dict[int, bytes] = {}
 
     def nodes(self) -> list[int]:
-        return list(self._grid.get_node_ids())
+        nodes = {info.node_id: info.public_key for info in self._grid.get_nodes()}
+        self._keys |= nodes
+        return list(nodes)
+
+    def key(self, node: int) -> str:
+        return fingerprint(self._keys.get(node, b""))
 
     def send(self, node: int, task: Envelope, seconds: float) -> str:
-        kinds = {JOIN: MessageType.QUERY, EVALUATE: MessageType.EVALUATE}
+        kinds = {
+            JOIN: MessageType.QUERY,
+            NOTICE: MessageType.QUERY,
+            EVALUATE: MessageType.EVALUATE,
+        }
         kind = kinds.get(task.header.kind, MessageType.TRAIN)
         message = FlowerMessage(
             codec.encode(task),

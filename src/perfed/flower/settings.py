@@ -213,6 +213,9 @@ class CoordinatorOptions(Options):
     )
     start_with: int = option(0, "number of sites to wait for before the first round; 0: all", ge=0)
     poll: float = option(1.0, "seconds between two checks for answers", gt=0)
+    node_keys: bool = option(
+        False, "sites have registered keys (TLS): a client's number belongs to a key"
+    )
     set_aside_after: int = option(
         3, "refused answers in a row after which a site is set aside", ge=1
     )

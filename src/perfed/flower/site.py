@@ -3,6 +3,8 @@
 Every task may find another process here, so nothing lives in memory. The folder ``state`` has
 
     site.json                    who this is, so that two sites cannot go by one number
+    approved.json, waiting.json  which plans somebody here has approved (:mod:`.approval`)
+    ledger.jsonl, ledger.head    what was asked, what left, what was refused (:mod:`.ledger`)
     <run>/plan.json              what the coordinator said when this site joined
     <run>/checkpoint.safetensors the model, the algorithm's state, the last round and its answer
     <run>/personal.safetensors   the model to use, as last evaluated (``perfed.load_model``)
@@ -14,6 +16,7 @@ not. A round that it has done is not trained again; it is answered from the chec
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import json
 import re
@@ -40,12 +43,15 @@ from perfed.data import ClientSplit, Federation
 from perfed.engines import ClientRecord, Execution, Outcome, Population, SequentialEngine
 from perfed.engines.base import Method
 from perfed.engines.execution import fitting_threads
+from perfed.flower.approval import Approvals
+from perfed.flower.ledger import ASKED, LEFT, REFUSED, TOLD, Ledger, described
 from perfed.flower.numbers import Numbers
-from perfed.flower.plan import Plan
+from perfed.flower.plan import Plan, plan_hash, read_json
 from perfed.flower.protocol import (
     EVALUATE,
     FIRST,
     JOIN,
+    NOTICE,
     Envelope,
     Refused,
     check_kind,
@@ -61,6 +67,7 @@ from perfed.runs.result import headline
 
 SPLIT_PARTS = ("train", "validation", "test")
 CHECKPOINT, PERSONAL, REPORT = "checkpoint.safetensors", "personal.safetensors", "report.jsonl"
+PLAN = "plan.json"
 IDLE_RUNS = 10
 """How many runs that it never trained in a site remembers."""
 BEFORE_ALL = -2  # the last round of a site that has done none; the opening is −1
@@ -120,6 +127,39 @@ class Checkpoint:
             return True
 
 
+def is_run_id(text: str) -> bool:
+    """Whether it can name a folder of this site's."""
+    return re.fullmatch(r"[\w+=-][\w.+=-]{0,139}", text) is not None
+
+
+def may_go_on(begun: Plan, plan: Plan) -> bool:
+    """Whether a run can go on with this plan, once it is approved: all that its checkpoint depends
+    on, which holds a model, the algorithm's state and the optimizer's, is as it was."""
+    then, now = begun.training, plan.training
+    if (then.optimizer, then.optimizer_state) != (now.optimizer, now.optimizer_state):
+        return False
+    begun = dataclasses.replace(begun, rounds=plan.rounds, training=now, metrics=plan.metrics)
+    return begun == plan
+
+
+def named(task: Envelope) -> dict[str, Any]:
+    """A task, for the ledger."""
+    kind, run = one_line(task.header.kind), one_line(task.header.run)
+    return {"kind": kind, "run": run, "round": task.header.round}
+
+
+def refuse(task: Envelope, reason: str, ledger: Ledger, say: Callable[[str], None]) -> Envelope:
+    """Tells both sides why there is no answer, and the ledger. A refusal needs no ledger that can
+    be written: there is nothing else in it."""
+    reason = one_line(reason)
+    say(f"refused: {reason}")
+    try:
+        ledger.add(REFUSED, **named(task), why=reason)
+    except PerfedError as error:
+        say(str(error))
+    return task.refuse(reason)
+
+
 class _Speaks(Algorithm):
     """What a client says about the public set, before any training."""
 
@@ -142,6 +182,7 @@ class Site:
             self.samples, self.split = options.load()
         self.public = public_hash(self.samples.public_x)
         self.state = folder / options.state
+        self.ledger = Ledger(self.state)
 
     @classmethod
     def open(cls, path: Path, say: Callable[[str], None] = print) -> Site:
@@ -151,14 +192,31 @@ class Site:
         """What goes back for a task: the answer, or why there is none."""
         try:
             with chdir(self.folder), self._alone_here():
+                self.ledger.add(ASKED, **self._asked(task))
                 self._check(task)
+                if task.header.kind == NOTICE:
+                    return self._hear(task)
                 reply = self._join(task) if task.header.kind == JOIN else self._work(task)
                 self.options.agrees.check_size(reply.message, "out")
+                # Written first: nothing leaves that is not in the ledger.
+                self.ledger.add(LEFT, **named(task), **described(reply.message, reply.facts))
                 return reply
         except PerfedError as error:
-            reason = one_line(str(error))
-            self.say(f"refused: {reason}")
-            return task.refuse(reason)
+            return refuse(task, str(error), self.ledger, self.say)
+
+    def _hear(self, task: Envelope) -> Envelope:
+        reason = one_line(str(task.facts.get("reason", "")))
+        self.say(f"the coordinator does not let this site join: {reason}")
+        self.ledger.add(TOLD, **named(task), why=reason)
+        return task.answer(Message(), {})
+
+    def _asked(self, task: Envelope) -> dict[str, Any]:
+        plan = task.facts.get("plan")
+        path = self.state / task.header.run / PLAN
+        if plan is None and is_run_id(task.header.run) and path.is_file():
+            plan = read_json(path)
+        what = {"bytes": tensorfile.encoded_size(task.message.arrays)} if task.message else {}
+        return named(task) | what | ({} if plan is None else {"plan": plan_hash(plan)})
 
     # Joining.
 
@@ -175,6 +233,7 @@ class Site:
             )
         if plan.algorithm.needs_public_set and not len(self.samples.public_x):
             raise Refused("this site has no public set, and the algorithm needs one")
+        Approvals(self.state, self.ledger).check(plan, self._agreed)
         self._write_plan(task, plan)
         checkpoint = self._checkpoint(task)
         population = self._population(plan, plan.algorithm, checkpoint.record)
@@ -193,22 +252,21 @@ class Site:
         return task.answer(Message(), facts)
 
     def _write_plan(self, task: Envelope, plan: Plan) -> None:
-        path = self._run_folder(task) / "plan.json"
+        path = self._run_folder(task) / PLAN
         content = json.dumps(plan.to_mapping(), indent=1)
         # Parsed, so that options that were not there then have their defaults; a plan of perfed's
         # first version did not say how many rounds there are.
-        if path.is_file() and self._read_plan(path, {"rounds": plan.rounds}) != plan:
-            raise Refused(f"{task.header.run} was begun with another configuration")
+        if path.is_file():
+            begun = self._read_plan(path, {"rounds": plan.rounds})
+            if not may_go_on(begun, plan):
+                raise Refused(f"{task.header.run} was begun with another configuration")
         path.parent.mkdir(parents=True, exist_ok=True)
         tensorfile.write_atomically(path, f"{content}\n".encode())
         self._forget_invitations(path)
 
     def _read_plan(self, path: Path, missing: Mapping[str, Any] | None = None) -> Plan:
         """Measured again by what this site agrees to, which may have become less."""
-        try:
-            values = json.loads(path.read_text("utf-8"))
-        except ValueError as error:
-            raise RunError(f"{path} is corrupt: {error}") from None
+        values = read_json(path)
         if isinstance(values, dict):
             values = {**(missing or {}), **values}
         return self._agreed(values)
@@ -221,7 +279,7 @@ class Site:
         thousand times must not fill its disk."""
         idle = [
             plan
-            for plan in self.state.glob("*/plan.json")
+            for plan in self.state.glob(f"*/{PLAN}")
             if plan != newest and not Checkpoint.trained(plan.with_name(CHECKPOINT))
         ]
         idle.sort(key=lambda plan: plan.stat().st_mtime_ns)
@@ -243,7 +301,7 @@ class Site:
 
     def _work(self, task: Envelope) -> Envelope:
         header, client = task.header, self.options.client
-        path = self._run_folder(task) / "plan.json"
+        path = self._run_folder(task) / PLAN
         if not path.is_file():
             raise Refused(f"this site has not joined {header.run}")
         plan = self._read_plan(path)
@@ -452,7 +510,7 @@ class Site:
         return Checkpoint.load(self._run_folder(task) / CHECKPOINT, self.device)
 
     def _run_folder(self, task: Envelope) -> Path:
-        if not re.fullmatch(r"[\w.+=-]{1,140}", task.header.run) or task.header.run[0] == ".":
+        if not is_run_id(task.header.run):
             raise Refused(f"{task.header.run!r} is no run's id")
         return self.state / task.header.run
 
