@@ -1,4 +1,4 @@
-"""Judging clients by samples that nobody holds."""
+"""Evaluating clients on samples that nobody holds."""
 
 import dataclasses
 from pathlib import Path

@@ -12,7 +12,7 @@ from perfed.runs.checkpoint import Checkpoints
 from perfed.runs.directory import FAILED, FEDERATION, RunDirectory
 from perfed.runs.result import Result
 
-START_AGAIN = "start it again with 'flwr run app --stream'"
+START_AGAIN = "start it again with 'flwr run app --stream', or 'perfed federation start' with TLS"
 
 
 def status(path: Path) -> tuple[list[str], bool]:
