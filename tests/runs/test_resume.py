@@ -197,9 +197,9 @@ def test_what_cannot_be_resumed_says_why_and_is_left_alone(tmp_path: Path) -> No
         perfed.resume(path)
 
     path = damaged("partition")
-    record = json.loads((path / "partition.json").read_text())
+    record = RunDirectory(path).read_json("partition.json")
     record["clients"][0]["train"].pop()
-    (path / "partition.json").write_text(json.dumps(record))
+    RunDirectory(path).write_json("partition.json", record)
     with pytest.raises(RunError, match="another partition"):
         perfed.resume(path)
 

@@ -50,6 +50,13 @@ def run(
     resume: Annotated[
         Path | None, typer.Option("--resume", help="Continue this run or comparison.")
     ] = None,
+    accept_changes: Annotated[
+        bool,
+        typer.Option(
+            "--accept-changes",
+            help="With --resume: go on with what has been changed in the run's config.yaml.",
+        ),
+    ] = False,
     as_json: JsonOption = False,
     engine: EngineOption = "auto",
     workers: WorkersOption = 0,
@@ -70,7 +77,9 @@ def run(
     if resume is not None:
         if file or set_ or out:
             raise ConfigError("takes no FILE, --set or --out: the run has its own", "--resume")
-        _execute(None, resume, as_json, how, tracking)
+        _execute(None, resume, as_json, how, tracking, accept_changes=accept_changes)
+    elif accept_changes:
+        raise ConfigError("needs --resume: a new run has no settings yet", "--accept-changes")
     else:
         what = perfed.load(file, set_ or ())
         _execute(what, out, as_json, how, tracking)
@@ -131,6 +140,7 @@ def _execute(
     how: Execution,
     tracking: Sequence[Callback],
     side_by_side: bool = False,
+    accept_changes: bool = False,
 ) -> None:
     """Start ``what`` in ``path`` (or in a new folder), or continue what is there, and print how it
     ended."""
@@ -145,7 +155,7 @@ def _execute(
                 result = perfed.run(what, path, **common)
             else:
                 assert path is not None
-                result = perfed.resume(path, **common)
+                result = perfed.resume(path, **common, accept_changes=accept_changes)
     except SystemExit as error:  # it would look like a run that has ended well
         raise RunError(f"code of your own ended Python (sys.exit({shown(error.code)}))") from None
     except KeyboardInterrupt as stop:

@@ -8,6 +8,7 @@ the tests check both directions against that package.
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import math
 import os
@@ -34,6 +35,7 @@ _DTYPES = {
     torch.bool: "BOOL",
 }
 _FROM_NAME = {name: dtype for dtype, name in _DTYPES.items()}
+SEAL = "sha256"  # the name of a checksum in a file's metadata
 MALFORMED = (ValueError, KeyError, TypeError, RuntimeError)
 """What :func:`decode` raises where the bytes are not a whole file."""
 
@@ -153,6 +155,20 @@ def _shape(name: str, shape: Any, limits: Limits) -> list[int]:
     return shape
 
 
+def sealed(tensors: Mapping[str, Tensor]) -> tuple[bytes, str]:
+    """The encoding with a checksum of names, shapes and numbers in it, and that checksum. Other
+    programs read the file as any other; :func:`load` verifies it."""
+    checksum = _checksum(tensors)
+    return encode(tensors, {SEAL: checksum}), checksum
+
+
+def _checksum(tensors: Mapping[str, Tensor]) -> str:
+    found = hashlib.sha256(_header(tensors, {}))
+    for tensor in tensors.values():
+        found.update(_raw(tensor))
+    return found.hexdigest()
+
+
 def save(path: Path, tensors: Mapping[str, Tensor]) -> int:
     """Write atomically; returns the checksum that :func:`load` can verify."""
     data = encode(tensors)
@@ -169,7 +185,10 @@ def load(path: Path, checksum: int | None = None) -> dict[str, Tensor]:
     if checksum is not None and zlib.crc32(data) != checksum:
         raise RunError(f"{path} is corrupt: its checksum is not the recorded one")
     try:
-        return decode(data)[0]
+        tensors, metadata = decode(data)
+        if SEAL in metadata and metadata[SEAL] != _checksum(tensors):
+            raise ValueError("its checksum is not that of its content")
+        return tensors
     except MALFORMED as error:
         raise RunError(f"{path} is corrupt: {error}") from None
 

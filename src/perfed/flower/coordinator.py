@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from perfed.config import parse, read_mapping
 from perfed.core.algorithm import ClientInfo, Server
 from perfed.core.channel import Channel
 from perfed.core.declaration import Known, networks
@@ -78,6 +77,7 @@ from perfed.runs.coordinator import (
 )
 from perfed.runs.directory import FEDERATION, RunDirectory, environment
 from perfed.runs.result import Result
+from perfed.runs.settings import changes, read_experiment, text_of
 
 RELEASED = "released"  # in the run directory: for a number, the name of the site that may have it
 
@@ -537,9 +537,10 @@ def coordinate(path: Path, transport: Transport, say: Say = print) -> Result:
         if not (folder / "config.yaml").is_file():
             if not (folder / FEDERATION).is_file():  # else killed before its first line
                 RunDirectory.create(folder)
-        elif parse(read_mapping(folder / "config.yaml")) != options.experiment:
+        elif changed := changes(read_experiment(folder), options.experiment):
             raise RunError(
-                f"{folder} holds a run with another configuration: choose another 'directory'"
+                f"{folder} holds a run with other settings: {text_of(changed)}; choose another "
+                "'directory'"
             )
         directory = RunDirectory(folder)
         if directory.finished:

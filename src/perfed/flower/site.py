@@ -393,7 +393,7 @@ class Site:
         """For the people at this site: what they have, and what they would have alone."""
         folder = self._run_folder(task)
         if model:
-            tensorfile.save(folder / PERSONAL, model)
+            tensorfile.write_atomically(folder / PERSONAL, tensorfile.sealed(model)[0])
         line: dict[str, Any] = {"round": task.header.round, **headline(numbers)}
         text = f"round {task.header.round}: accuracy {100 * line['test_accuracy']:.1f} %"
         if checkpoint.alone is not None:

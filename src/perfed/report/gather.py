@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from perfed.runs.comparison import FILE as COMPARISON_FILE
 from perfed.runs.comparison import read_comparison, run_name
 from perfed.runs.directory import FAILED, LOCK, RunDirectory
 from perfed.runs.result import Result, part_size
+from perfed.runs.settings import flat
 
 IN_A_NAME = ("name", "about", "seed", "algorithm")  # do not set two runs of a method apart
 
@@ -300,17 +301,6 @@ def _setting(result: Result) -> dict[str, Any]:
     """Everything but the method."""
     mapping = result.experiment.to_mapping()
     return {key: value for key, value in mapping.items() if key not in IN_A_NAME}
-
-
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted keys."""
-    result: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            result |= flat(value, f"{prefix}{key}.")
-        else:
-            result[f"{prefix}{key}"] = value
-    return result
 
 
 def series(runs: Sequence[Run]) -> list[Series]:

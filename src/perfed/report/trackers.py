@@ -20,11 +20,11 @@ from perfed.core.errors import Diverged
 from perfed.core.extras import needed
 from perfed.core.metrics import EVALUATED_ON, column_name, metrics
 from perfed.core.tensorfile import write_atomically
-from perfed.report.gather import flat
 from perfed.runs import Callback, Result, RoundReport
 from perfed.runs.comparison import run_name
 from perfed.runs.directory import RunDirectory
 from perfed.runs.result import headline
+from perfed.runs.settings import flat
 
 Scalars = dict[str, float]
 

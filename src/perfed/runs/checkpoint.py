@@ -17,11 +17,12 @@ import torch
 
 from perfed.core import tensorfile
 from perfed.core.channel import Traffic
-from perfed.core.errors import RunError
+from perfed.core.errors import RunError, shown
 from perfed.core.threads import in_threads
 from perfed.core.tree import Tree, flatten, unflatten
 from perfed.engines import ClientRecord
-from perfed.runs.directory import RunDirectory
+from perfed.runs.checksums import MALFORMED
+from perfed.runs.directory import MANIFEST, RunDirectory
 
 
 @dataclass
@@ -38,6 +39,8 @@ class Progress:
     trained: list[int] = field(default_factory=list)
     """In how many rounds each client has trained."""
     log_sizes: dict[str, int] = field(default_factory=dict)
+    log_sums: dict[str, str] = field(default_factory=dict)
+    """The checksums of the logs; empty for a checkpoint of an earlier version."""
 
 
 class Checkpoints:
@@ -72,10 +75,11 @@ class Checkpoints:
             "traffic": vars(progress.traffic),
             "trained": progress.trained,
             "log_sizes": progress.log_sizes,
+            "log_sums": progress.log_sums,
             "files": self._files,
             "states": self._states,
         }
-        self._directory.write_json("checkpoint/manifest.json", manifest)
+        self._directory.write_json(MANIFEST, manifest)
         entries = (*self._files.values(), *self._states.values())
         named = {entry["file"] for entry in entries} | {"manifest.json"}
         for path in self._folder.iterdir():
@@ -86,27 +90,21 @@ class Checkpoints:
         """The newest checkpoint, on ``device``; None where the run has none yet."""
         if not (self._folder / "manifest.json").is_file():
             return None
-        manifest = self._directory.read_json("checkpoint/manifest.json")
+        manifest = self._directory.read_json(MANIFEST)
         try:
-            self._files = manifest["files"]
-            self._states = manifest.get("states", {})
+            progress = _progress(manifest)
+            self._files = {name: _entry(entry) for name, entry in manifest["files"].items()}
+            self._states = {n: _entry(entry) for n, entry in manifest.get("states", {}).items()}
             trees = {name: self._read(entry, device) for name, entry in self._files.items()}
-            progress = Progress(
-                next_round=manifest["next_round"],
-                opened=manifest.get("opened", True),
-                state=trees.pop("server"),
-                link=trees.pop("link", {}),  # a run without stages has none
-                traffic=Traffic(**manifest["traffic"]),
-                trained=manifest["trained"],
-                log_sizes=manifest["log_sizes"],
-            )
-        except (KeyError, TypeError) as error:
-            path = self._folder / "manifest.json"
-            raise RunError(f"{path} is corrupt: it lacks {error}") from None
-        records = {
-            int(name.removeprefix("client-")): ClientRecord.from_tree(tree)
-            for name, tree in trees.items()
-        }
+            progress.state = trees.pop("server")
+            progress.link = trees.pop("link", {})  # a run without stages has none
+            records = {
+                int(name.removeprefix("client-")): ClientRecord.from_tree(tree)
+                for name, tree in trees.items()
+            }
+        except MALFORMED as error:
+            path, reason = self._directory.path / MANIFEST, f"{type(error).__name__}: {error}"
+            raise RunError(f"{path} is corrupt: {reason}") from None
         return progress, records
 
     def roll_back(self, round: int, rounds: int, failure: str) -> int:
@@ -122,16 +120,16 @@ class Checkpoints:
         following = progress.next_round + (1 if failure else 0)
         if following >= rounds:
             raise RunError(f"{self._directory.path}: there is no round left to go on with")
-        self._directory.cut_logs(progress.log_sizes)
+        self._directory.cut_logs(progress.log_sizes, progress.log_sums)
         if failure:
             total = vars(progress.traffic)
             traffic = {"traffic": dict.fromkeys(total, 0), "traffic_total": total}
             line = {"round": progress.next_round, "clients": [], "failed": failure, **traffic}
             self._directory.append("rounds.jsonl", line)
-        manifest = self._directory.read_json("checkpoint/manifest.json")
+        manifest = self._directory.read_json(MANIFEST)
         manifest["files"]["server"] = entry
-        manifest |= {"next_round": following, "log_sizes": self._directory.log_sizes()}
-        self._directory.write_json("checkpoint/manifest.json", manifest)
+        logs = {"log_sizes": self._directory.log_sizes(), "log_sums": self._directory.log_sums()}
+        self._directory.write_json(MANIFEST, manifest | {"next_round": following} | logs)
         return following
 
     def remove(self) -> None:
@@ -155,3 +153,33 @@ class Checkpoints:
         path: Path = self._folder / entry["file"]
         tensors = tensorfile.load(path, entry["checksum"])
         return unflatten({name: tensor.to(device) for name, tensor in tensors.items()})
+
+
+def _progress(manifest: Mapping[str, Any]) -> Progress:
+    """What a manifest says itself; one of :data:`MALFORMED` where it is none."""
+    traffic = {name: _count(value) for name, value in manifest["traffic"].items()}
+    sums = manifest.get("log_sums", {})
+    if not all(isinstance(value, str) for value in sums.values()):
+        raise ValueError("'log_sums' are not texts")
+    return Progress(
+        next_round=_count(manifest["next_round"]),
+        opened=bool(manifest.get("opened", True)),
+        traffic=Traffic(**traffic),
+        trained=[_count(value) for value in manifest["trained"]],
+        log_sizes={name: _count(value) for name, value in manifest["log_sizes"].items()},
+        log_sums=dict(sums),
+    )
+
+
+def _entry(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """The file of one tree: in the checkpoint's own folder, with a checksum."""
+    file = entry["file"]
+    if not isinstance(file, str) or Path(file).name != file:
+        raise ValueError(f"{shown(file)} is not the name of a file")
+    return {"file": file, "checksum": _count(entry["checksum"])}
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(f"{shown(value)} is not a count")
+    return value

@@ -18,6 +18,7 @@ from perfed.runs.coordinator import Callback, Steps
 from perfed.runs.directory import LOCK, RunDirectory, claimed_path, make_directory
 from perfed.runs.drawing import drawing
 from perfed.runs.result import Result
+from perfed.runs.settings import changes, text_of
 from perfed.runs.simulation import (
     AUTOMATIC,
     Simulation,
@@ -37,7 +38,7 @@ class ComparisonResult:
         self.path = Path(directory)
         self.comparison = read_comparison(self.path)
         self.results = [
-            Result(folder)
+            _result(folder, experiment)
             for experiment in self.comparison.experiments()
             if ((folder := self.path / run_name(experiment)) / "summary.json").is_file()
         ]
@@ -79,6 +80,14 @@ class ComparisonResult:
     def report(self, path: str | Path | None = None) -> Path:
         """All there is to see of it, as one HTML file."""
         return drawing().page([self.path], Path(path or self.path / "report.html"))
+
+
+def _result(folder: Path, experiment: Experiment) -> Result:
+    """Of a run that is still the one that the comparison lists."""
+    result = Result(folder)
+    if changed := changes(result.experiment, experiment):
+        raise RunError(f"{folder.parent / FILE} is not what {folder.name} ran: {text_of(changed)}")
+    return result
 
 
 def read_comparison(path: Path) -> Comparison:
@@ -143,7 +152,7 @@ def resume_comparison(
 ) -> ComparisonResult:
     """Run what is not finished. A method that diverges is recorded, and the others go on."""
     path = Path(directory)
-    comparison = read_comparison(path)
+    comparison = ComparisonResult(path).comparison  # what is finished is as it was
     for experiment in comparison.experiments():  # what was begun goes on in one precision
         how = in_recorded_precision(RunDirectory(path / run_name(experiment)), how)
     at_once = len(comparison.seeds) if side_by_side else 1
@@ -164,13 +173,21 @@ def resume(
     *,
     callbacks: Sequence[Callback] = (),
     how: Execution = AUTOMATIC,
+    accept_changes: bool = False,
 ) -> Result | ComparisonResult:
     """Continue a run from its newest checkpoint, or of a comparison what is not finished; what is
     finished is returned as it is. A :class:`ComparisonResult` of a comparison, else a
-    :class:`Result`."""
-    is_comparison = (Path(directory) / FILE).is_file()
-    go_on = resume_comparison if is_comparison else resume_run
-    return go_on(directory, callbacks=callbacks, how=how)
+    :class:`Result`.
+
+    A run whose config.yaml was changed is refused. ``accept_changes`` takes the change over, where
+    the run can go on with it: more rounds, say, or another learning rate.
+    """
+    if not (Path(directory) / FILE).is_file():
+        common: dict[str, Any] = {"callbacks": callbacks, "how": how}
+        return resume_run(directory, **common, accept_changes=accept_changes)
+    if accept_changes:
+        raise ConfigError("takes a run: those of a comparison differ in nothing", "accept_changes")
+    return resume_comparison(directory, callbacks=callbacks, how=how)
 
 
 def _is_closed(folder: Path) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import torch
 
-from perfed.config import Experiment, parse, read_mapping
+from perfed.config import Experiment
 from perfed.core.admission import refusals
 from perfed.core.algorithm import Algorithm, ClientInfo, Reply, Server
 from perfed.core.channel import Channel, Traffic
@@ -28,8 +28,9 @@ from perfed.core.tree import Tree, find_not_finite
 from perfed.core.wire import Link
 from perfed.engines import ClientRecord
 from perfed.runs.checkpoint import Checkpoints, Progress
-from perfed.runs.directory import FAILED, RunDirectory
+from perfed.runs.directory import FAILED, MANIFEST, RunDirectory, say_other_versions
 from perfed.runs.result import Result, headline
+from perfed.runs.settings import changes, read_experiment, refuse_changes, text_of
 from perfed.runs.stopping import Stop, Stopped
 
 CHECKPOINT_SHARE = 0.05  # of a run's time, at most, is spent writing checkpoints
@@ -159,25 +160,28 @@ class Coordinator(ABC):
         """The whole run in a locked directory, from its start or from its newest checkpoint; as
         long as nobody asks it to stop. A run that has ended stays as it is."""
         directory.remove_leftovers()
-        config = directory.path / "config.yaml"
-        if not config.is_file():
-            directory.write_yaml("config.yaml", self.experiment.to_mapping())
-        elif parse(read_mapping(config)) != self.experiment:
-            raise RunError(f"{directory.path} was begun with other settings: choose another folder")
+        self._check_settings(directory)
         if directory.finished:  # by another process, since it was last looked at
             return Result(directory.path)
+        if directory.lacks_summary:
+            return self._summarized(directory)
         if directory.failure:
             raise Diverged(
                 f"{directory.path} diverged, and would again; begin a new run with other "
                 f"settings: {directory.failure}"
             )
-        self._open(directory)
         checkpoints = Checkpoints(directory, self._wanted_states)
-        saved = checkpoints.load(self.device)
+        with directory.reading():
+            self._open(directory)
+            say_other_versions(directory)
+            saved = checkpoints.load(self.device)
         if saved is not None:
+            self._check_progress(directory, saved[0])
+        directory.cut_logs(*((saved[0].log_sizes, saved[0].log_sums) if saved else ({}, {})))
+        if saved is not None:
+            self._check_log(directory, saved[0])
             self.progress, records = saved
             self._restore(records)
-        directory.cut_logs(self.progress.log_sizes)
         try:
             return (yield from self._run(directory, checkpoints, stop or Stop()))
         except Diverged as error:
@@ -185,6 +189,37 @@ class Coordinator(ABC):
             for callback in self.callbacks:
                 callback.on_failure(self.experiment, error)
             raise
+
+    def _check_settings(self, directory: RunDirectory) -> None:
+        """They are those the run was begun with; where it begins now, they are recorded."""
+        if not (directory.path / "config.yaml").is_file():
+            directory.write_yaml("config.yaml", self.experiment.to_mapping())
+        directory.begin_checksums(self.experiment.to_mapping())
+        there = read_experiment(directory.path)
+        if changed := changes(there, self.experiment):
+            raise RunError(
+                f"{directory.path} was begun with other settings: {text_of(changed)}; choose "
+                "another folder"
+            )
+        refuse_changes(directory, self.experiment)
+
+    def _check_progress(self, directory: RunDirectory, saved: Progress) -> None:
+        """A checkpoint fits the settings."""
+        path = directory.path / MANIFEST
+        if saved.next_round > self.experiment.rounds:
+            raise RunError(
+                f"{path} says that {saved.next_round} rounds are done, of {self.experiment.rounds}"
+            )
+        if len(saved.trained) != self.experiment.clients:
+            raise RunError(
+                f"{path} knows {len(saved.trained)} clients, of {self.experiment.clients}"
+            )
+
+    def _check_log(self, directory: RunDirectory, saved: Progress) -> None:
+        logged = [line["round"] for line in directory.lines("rounds.jsonl") if line["round"] >= 0]
+        if logged != list(range(saved.next_round)):
+            log = directory.path / "rounds.jsonl"
+            raise RunError(f"{log} lacks a line for some of the {saved.next_round} rounds done")
 
     def _run(self, directory: RunDirectory, checkpoints: Checkpoints, stop: Stop) -> Steps[Result]:
         progress, experiment = self.progress, self.experiment
@@ -197,7 +232,7 @@ class Coordinator(ABC):
                 facts = self._refusal_facts() | self._server_facts()
                 directory.append("rounds.jsonl", opening | facts)
             progress.opened = True
-            progress.log_sizes = directory.log_sizes()
+            progress.log_sizes, progress.log_sums = directory.log_sizes(), directory.log_sums()
             if not wait:  # clients elsewhere do not go back to the opening once they have trained
                 checkpoints.save(progress, self.records, self.changed)
         for round in range(progress.next_round, experiment.rounds):
@@ -224,7 +259,7 @@ class Coordinator(ABC):
             )
             directory.append("timing.jsonl", {"round": round, **self.seconds})
             progress.next_round = round + 1
-            progress.log_sizes = directory.log_sizes()
+            progress.log_sizes, progress.log_sums = directory.log_sizes(), directory.log_sums()
             stopping = stop.asked
             if stopping or time.monotonic() - last_saved >= wait:
                 began_saving = time.monotonic()
@@ -244,11 +279,17 @@ class Coordinator(ABC):
 
     def _finish(self, directory: RunDirectory, checkpoints: Checkpoints) -> Steps[Result]:
         yield from self._close(directory)
-        result = Result(directory.path)
-        directory.write_json("summary.json", result.summarize())
+        directory.check_logs()
+        directory.end_checksums()
+        result = self._summarized(directory)
         checkpoints.remove()  # nothing is left to resume
         for callback in self.callbacks:
             callback.on_end(result)
+        return result
+
+    def _summarized(self, directory: RunDirectory) -> Result:
+        result = Result(directory.path)
+        directory.write_json("summary.json", result.summarize())
         return result
 
     # The server's half of the wire.

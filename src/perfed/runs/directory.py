@@ -9,6 +9,7 @@
                      summaries
     clients.jsonl    a line per evaluation: every client's numbers
     timing.jsonl     a line per round: seconds by phase
+    checksums.json   the settings as the run began; at its end the checksums of the logs
     checkpoint/      the newest complete state, while the run is going on
     models/          the final models, safetensors
     summary.json     the end of a finished run
@@ -40,13 +41,17 @@ import torch
 
 from perfed.config import dump_yaml
 from perfed.core.errors import RunError
+from perfed.core.notices import say_once
 from perfed.core.tensorfile import write_atomically
 from perfed.engines.store import PREFIX as STORE_PREFIX
+from perfed.runs import checksums
+from perfed.runs.checksums import LogSum
 
 LOCK = ".lock"
 FAILED = "failed.json"
 FEDERATION = "federation.json"  # there where clients are sites, and keep their models
 LOGS = ("rounds.jsonl", "clients.jsonl", "timing.jsonl")
+MANIFEST = "checkpoint/manifest.json"
 
 
 class RunDirectory:
@@ -54,6 +59,8 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._logs: dict[str, LogSum] = {}
+        """What is known of each log that this process writes."""
 
     @classmethod
     def create(cls, path: Path) -> RunDirectory:
@@ -75,7 +82,45 @@ class RunDirectory:
         """Why it ended without a result; empty where it did not."""
         if self.finished or not (self.path / FAILED).is_file():
             return ""
-        return str(self.read_json(FAILED)["error"])
+        return str(self.read_json(FAILED).get("error", "it does not say why"))
+
+    @property
+    def has_checksums(self) -> bool:
+        """Runs of earlier versions have none."""
+        return (self.path / checksums.FILE).is_file()
+
+    def begin_checksums(self, settings: Mapping[str, Any]) -> None:
+        """Record the settings of a run that has written nothing else yet."""
+        if not self.has_checksums and not (self.path / "environment.json").is_file():
+            self.write_json(checksums.FILE, {"settings": settings})
+
+    def begun_settings(self) -> dict[str, Any] | None:
+        """The settings as they were when the run began, or were last accepted."""
+        if not self.has_checksums:
+            self._say_without_checksums()
+            return None
+        settings = self.read_json(checksums.FILE).get("settings")
+        if not isinstance(settings, dict):
+            raise RunError(f"{self.path / checksums.FILE} is corrupt: it has no settings")
+        return settings
+
+    def record_settings(
+        self, settings: Mapping[str, Any], rounds_done: int, changed: Mapping[str, Any]
+    ) -> None:
+        """From here on these are the run's settings; the change itself is kept, too."""
+        recorded = self.read_json(checksums.FILE)
+        entry = {"after_rounds": rounds_done, "changed": changed}
+        accepted = [*recorded.get("accepted", []), entry]
+        self.write_json(checksums.FILE, recorded | {"settings": settings, "accepted": accepted})
+
+    def _say_without_checksums(self) -> None:
+        machine = self.path / "environment.json"
+        if machine.is_file() and checksums.KEY in self._read(machine):
+            raise RunError(f"{self.path} has lost its {checksums.FILE}")
+        say_once(
+            f"{self.path} has no checksums: an earlier version wrote it; changes of its files "
+            "are not noticed"
+        )
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -102,36 +147,119 @@ class RunDirectory:
                 return True
         return False
 
-    def write_json(self, name: str, values: Any) -> None:
-        write_atomically(
-            self.path / name, (json.dumps(values, indent=1, allow_nan=False) + "\n").encode()
-        )
+    def write_json(self, name: str, values: Mapping[str, Any]) -> None:
+        """Keys and values, and their checksum."""
+        text = json.dumps(checksums.with_checksum(values), indent=1, allow_nan=False)
+        write_atomically(self.path / name, f"{text}\n".encode())
 
     def write_yaml(self, name: str, values: Mapping[str, Any]) -> None:
         write_atomically(self.path / name, dump_yaml(values).encode())
 
-    def read_json(self, name: str) -> Any:
+    def read_json(self, name: str) -> dict[str, Any]:
+        """What :meth:`write_json` wrote."""
+        values = self._read(self.path / name)
         try:
-            return json.loads((self.path / name).read_text("utf-8"))
-        except FileNotFoundError:
-            raise RunError(f"{self.path} has no {name}") from None
+            return checksums.checked(values, required=self.has_checksums)
         except ValueError as error:
             raise RunError(f"{self.path / name} is corrupt: {error}") from None
 
+    def _read(self, path: Path) -> dict[str, Any]:
+        try:
+            return checksums.parsed(path.read_bytes())
+        except FileNotFoundError:
+            raise RunError(f"{self.path} has no {path.relative_to(self.path)}") from None
+        except OSError as error:
+            raise RunError(f"cannot read {path}: {error.strerror}") from None
+        except ValueError as error:
+            raise RunError(f"{path} is corrupt: {error}") from None
+
     def append(self, name: str, line: Mapping[str, Any]) -> None:
-        with open(self.path / name, "a", encoding="utf-8") as file:
-            file.write(json.dumps(line, separators=(",", ":"), allow_nan=False) + "\n")
+        path = self.path / name
+        data = (json.dumps(line, separators=(",", ":"), allow_nan=False) + "\n").encode()
+        log = self._log(name)
+        with open(path, "ab") as file:
+            if file.tell() != log.size:
+                raise RunError(
+                    f"{path} was changed while the run went on: it has {file.tell()} bytes, and "
+                    f"{log.size} were written"
+                )
+            file.write(data)
+        log.add(data)
+
+    def _log(self, name: str) -> LogSum:
+        if name not in self._logs:
+            path = self.path / name
+            size = os.path.getsize(path) if path.is_file() else 0
+            self._logs[name] = LogSum.of(path, size) if size else LogSum()
+        return self._logs[name]
 
     def lines(self, name: str) -> list[dict[str, Any]]:
         """All whole lines; the last one may be in the making."""
         path = self.path / name
-        if not path.is_file():
+        recorded = self._recorded_log(name)  # before the log, which may grow meanwhile
+        if not path.is_file() and not recorded:
             return []
-        whole, _, _ = path.read_text("utf-8").rpartition("\n")
         try:
-            return [json.loads(line) for line in whole.splitlines()]
-        except ValueError as error:
-            raise RunError(f"{path} is corrupt: {error}") from None
+            data = path.read_bytes()
+        except OSError as error:
+            raise RunError(f"cannot read {path}: {error.strerror}") from None
+        lines = checksums.log_lines(path, data)
+        if recorded:
+            size, value = recorded
+            found = LogSum()
+            found.add(data[:size])
+            _check_log(path, found, size, value)
+        return lines
+
+    def _recorded_log(self, name: str) -> tuple[int, str] | None:
+        """How long a log was at the newest checkpoint, or at the end, and its checksum then."""
+        if (self.path / MANIFEST).is_file() and not self.finished:
+            try:
+                return _size_and_sum(self.read_json(MANIFEST), name)
+            except RunError:
+                if (self.path / MANIFEST).is_file():  # else the run has just ended
+                    raise
+        if not self.has_checksums:
+            return None
+        return _size_and_sum(self.read_json(checksums.FILE), name)
+
+    @property
+    def lacks_summary(self) -> bool:
+        """All rounds are done and their logs are whole: killed in the last moment."""
+        if self.finished or not self.has_checksums or (self.path / MANIFEST).is_file():
+            return False
+        return "log_sums" in self.read_json(checksums.FILE)
+
+    def end_checksums(self) -> None:
+        """Of the logs as they are now, when nothing more will be written to them."""
+        if self.has_checksums:
+            recorded = self.read_json(checksums.FILE)
+            logs = {"log_sizes": self.log_sizes(), "log_sums": self.log_sums()}
+            self.write_json(checksums.FILE, recorded | logs)
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Files without checksums may have any shape: what that raises is one line. With them it
+        is a mistake of ours, and stays one."""
+        try:
+            yield
+        except checksums.MALFORMED as error:
+            if self.has_checksums:
+                raise
+            reason = f"{type(error).__name__}: {error}"
+            raise RunError(f"{self.path} holds another thing than a run does: {reason}") from None
+
+    def check_logs(self) -> None:
+        """Nobody else has written to them since this process began."""
+        for name, log in self._logs.items():
+            path = self.path / name
+            if not path.is_file():
+                raise RunError(f"{path} was removed while the run went on")
+            _check_log(path, LogSum.of(path, log.size), log.size, log.value())
+
+    def log_sums(self) -> dict[str, str]:
+        """The checksum of each log that this process writes."""
+        return {name: log.value() for name, log in self._logs.items()}
 
     def log_sizes(self) -> dict[str, int]:
         return {
@@ -148,15 +276,34 @@ class RunDirectory:
         for folder in self.path.glob(f"{STORE_PREFIX}*"):
             shutil.rmtree(folder)
 
-    def cut_logs(self, sizes: Mapping[str, int]) -> None:
-        """Forget what was written after a checkpoint (or at all, without one)."""
+    def cut_logs(self, sizes: Mapping[str, int], sums: Mapping[str, str]) -> None:
+        """Forget what was written after a checkpoint (or at all, without one). What was written
+        before is as it was."""
         for name in LOGS:
             path, size = self.path / name, sizes.get(name, 0)
             if not path.is_file() and not size:
                 continue
             if not path.is_file() or os.path.getsize(path) < size:
                 raise RunError(f"{path} is shorter than at the checkpoint: lines are missing")
+            found = LogSum.of(path, size)
+            if found.value() != sums.get(name):  # perhaps a line can be named
+                checksums.log_lines(path, path.read_bytes()[:size])
+                _check_log(path, found, size, sums.get(name, found.value()))
             os.truncate(path, size)
+            self._logs[name] = found
+
+
+def _check_log(path: Path, found: LogSum, size: int, value: str) -> None:
+    if found.size < size:
+        raise RunError(f"{path} is shorter than it was: lines are missing")
+    if found.value() != value:
+        raise RunError(f"{path} is corrupt: its first {size} bytes are not those that were written")
+
+
+def _size_and_sum(recorded: Mapping[str, Any], name: str) -> tuple[int, str] | None:
+    """Of a log; None where nothing is recorded of it."""
+    sizes, sums = recorded.get("log_sizes", {}), recorded.get("log_sums", {})
+    return (sizes[name], sums[name]) if name in sums and name in sizes else None
 
 
 def make_directory(path: Path) -> None:
@@ -187,19 +334,40 @@ def claimed_path(name: str, root: Path = Path("runs")) -> Path:
     return path
 
 
-def environment(device: torch.device) -> dict[str, Any]:
-    """Versions and machine."""
+def versions() -> dict[str, Any]:
     packages = {}
     for name in ("perfed", "torch", "numpy", "scikit-learn"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             packages[name] = metadata.version(name)
+    return {"python": sys.version.split()[0], "packages": packages}
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Versions and machine."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     return {
-        "python": sys.version.split()[0],
-        "packages": packages,
+        **versions(),
         "platform": f"{platform.system()} {platform.machine()}",
         "device": f"{device.type}: {name}",
         "cores": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
+
+
+def say_other_versions(directory: RunDirectory) -> None:
+    """One line where a run goes on with other versions than it began with."""
+    before, now = (
+        {"python": machine["python"], **machine["packages"]}
+        for machine in (directory.read_json("environment.json"), versions())
+    )
+    other = [
+        f"{name} {version} (now {now.get(name, 'not there')})"
+        for name, version in before.items()
+        if now.get(name) != version
+    ]
+    if other:
+        say_once(
+            f"{directory.path} was begun with {', '.join(other)}: from here on last digits may "
+            "differ"
+        )

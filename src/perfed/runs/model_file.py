@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from perfed.core import tensorfile
-from perfed.core.errors import ConfigError, RunError
+from perfed.core.errors import ConfigError, RunError, shape_text
 from perfed.core.network import outputs
 from perfed.core.predictor import What, predictor_of
-from perfed.core.tree import OWN, Weights
+from perfed.core.tree import OWN, Weights, find_not_finite
 from perfed.models import last_linear
 
 Make = Callable[[str], tuple[nn.Module, str]]
@@ -33,7 +34,11 @@ class PredictorModule(nn.Module):
         self._marks = [name for name in tensors if MARK.match(name)]
         for number, name in enumerate(self._marks):
             self.register_buffer(f"mark{number}", tensors[name])
-        for weights, network in predictor_of(tensors).networks():
+        try:
+            predictor = predictor_of(tensors)
+        except (LookupError, ValueError, TypeError, RuntimeError) as error:
+            raise RunError(f"the file holds no model: {error}") from None
+        for weights, network in predictor.networks():
             module, head = make(network)
             self._heads.append(head)
             self.networks.append(filled(module, weights.params))
@@ -74,6 +79,9 @@ def filled(network: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
     if own.keys() != tensors.keys():
         raise RunError("the file holds other tensors than the network has")
     for name, tensor in own.items():
+        if not is_lazy(tensor) and tensor.shape != tensors[name].shape:
+            found, must = shape_text(tensors[name].shape), shape_text(tensor.shape)
+            raise RunError(f"'{name}' is {found}, the network's {must}")
         tensor.data = tensors[name]
     return module
 
@@ -93,6 +101,9 @@ def load_model(path: str | Path, network: nn.Module, head: str = "") -> nn.Modul
 def load_with(path: Path, make: Make) -> nn.Module:
     """The model in a file, in evaluation mode."""
     try:
-        return module_of(tensorfile.load(path), make).eval()
+        tensors = tensorfile.load(path)
+        if broken := find_not_finite({"": [*tensors.items()]}):
+            raise RunError(f"'{broken[1]}' is not finite")
+        return module_of(tensors, make).eval()
     except RunError as error:
         raise RunError(f"{path}: {error}") from None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from perfed.config import Comparison, Experiment, parse, read_mapping
+from perfed.config import Experiment
 from perfed.core.errors import RunError
 from perfed.core.layout import Table
 from perfed.core.tree import OWN
@@ -17,6 +17,7 @@ from perfed.models import architectures, build_module
 from perfed.runs.directory import FEDERATION, RunDirectory
 from perfed.runs.drawing import drawing
 from perfed.runs.model_file import load_with
+from perfed.runs.settings import read_experiment, refuse_changes
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -36,14 +37,10 @@ class Result:
 
     def __init__(self, directory: str | Path) -> None:
         self.path = Path(directory)
-        self.directory = RunDirectory.open(self.path)
+        self.directory = RunDirectory(self.path)
         """The files behind it: ``result.directory.lines("rounds.jsonl")``."""
-        experiment = parse(read_mapping(self.path / "config.yaml"))
-        if isinstance(experiment, Comparison):
-            raise RunError(
-                f"{directory} is not a run directory: its config.yaml has algorithms or seeds"
-            )
-        self.experiment: Experiment = experiment
+        self.experiment: Experiment = read_experiment(self.path)
+        refuse_changes(self.directory, self.experiment)
 
     @property
     def results(self) -> list[Result]:
@@ -137,6 +134,10 @@ class Result:
         """A client's final model, in evaluation mode (personal where there is one)."""
         if not (self.path / "models").is_dir():
             raise RunError(f"{self.path} has no models: {self._where_models_are()}")
+        with self.directory.reading():
+            return self._model(client, kind)
+
+    def _model(self, client: int, kind: str | None) -> nn.Module:
         index = self.directory.read_json("models/index.json")
         if not 0 <= client < len(index["clients"]):
             raise RunError(f"no client {client}: they are 0 … {len(index['clients']) - 1}")

@@ -6,7 +6,6 @@ import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import unquote
@@ -39,8 +38,9 @@ from perfed.runs.coordinator import (
     drive,
     summaries,
 )
-from perfed.runs.directory import RunDirectory, claimed_path, environment
+from perfed.runs.directory import MANIFEST, RunDirectory, claimed_path, environment
 from perfed.runs.result import Result
+from perfed.runs.settings import accept_changes, text_of
 from perfed.runs.stopping import Stop
 
 log = logging.getLogger("perfed")
@@ -67,13 +67,26 @@ def resume_run(
     *,
     callbacks: Sequence[Callback] = (),
     how: Execution = AUTOMATIC,
+    accept_changes: bool = False,
 ) -> Result:
     """Continue a run from its newest checkpoint; a finished one is returned as it is."""
-    begun, opened = Result(directory), RunDirectory(Path(directory))
+    opened = RunDirectory.open(Path(directory))
+    if accept_changes and not opened.finished:
+        _accept_changes(opened)
+    begun = Result(directory)
     if opened.finished:
         return begun
     how = in_recorded_precision(opened, how)
     return Simulation(begun.experiment, callbacks, how).finish_in(opened)
+
+
+def _accept_changes(directory: RunDirectory) -> None:
+    with directory.locked(), directory.reading():
+        saved = (directory.path / MANIFEST).is_file()
+        rounds_done = int(directory.read_json(MANIFEST)["next_round"]) if saved else 0
+        changed = accept_changes(directory, rounds_done)
+    if changed:
+        log.warning("%s goes on with other settings: %s", directory.path, text_of(changed))
 
 
 What = TypeVar("What")
@@ -157,7 +170,8 @@ class Simulation(Coordinator):
                 directory.remove_leftovers()
 
     def _open(self, directory: RunDirectory) -> None:
-        if not (directory.path / "partition.json").is_file():  # a new run, or killed before it was
+        begun = (directory.path / MANIFEST).is_file()
+        if not (directory.path / "partition.json").is_file() and not begun:
             how = self.engine.facts()
             directory.write_json("environment.json", environment(self.device) | how)
             directory.write_json("partition.json", self._partition_record())
@@ -242,7 +256,7 @@ class Simulation(Coordinator):
         folder = directory.path / "models"
         folder.mkdir(exist_ok=True)
         last = self.experiment.rounds - 1
-        written: dict[bytes, str] = {}
+        written: dict[str, str] = {}
         index: dict[str, dict[str, str]] = {}
         new: list[tuple[Path, bytes]] = []
         messages = list(self.evaluation_messages(last).items())
@@ -360,10 +374,9 @@ def _named(models: Mapping[int, Mapping[str, Predictor]]) -> Iterator[tuple[str,
             yield str(client), kind, model
 
 
-def _encoded(named: tuple[str, str, Predictor]) -> tuple[str, str, bytes, bytes]:
+def _encoded(named: tuple[str, str, Predictor]) -> tuple[str, str, bytes, str]:
     client, kind, model = named
-    content = tensorfile.encode(model.tensors())
-    return client, kind, content, blake2b(content).digest()
+    return client, kind, *tensorfile.sealed(model.tensors())
 
 
 def _write_all(files: list[tuple[Path, bytes]]) -> None:
