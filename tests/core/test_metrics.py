@@ -23,6 +23,7 @@ from perfed.core.selection import select_clients
 from perfed.engines import Execution
 from perfed.report.trackers import scalars
 from perfed.runs.simulation import Simulation
+from tests.conftest import without_checksums
 
 
 @pytest.fixture(autouse=True)
@@ -159,6 +160,7 @@ def test_runs_from_before_a_metric_are_read_without_it(tmp_path: Path) -> None:
     experiment = perfed.Experiment(rounds=3, clients=4, clients_per_round=3, models="mlp")
     result = perfed.run(experiment, tmp_path / "run")
     whole = result.per_client()
+    without_checksums(result.path)
     for file in ("rounds.jsonl", "clients.jsonl", "summary.json"):
         path = tmp_path / "run" / file
         lines = (

@@ -300,7 +300,7 @@ def test_another_configuration_does_not_go_on_in_the_same_directory(tmp_path: Pa
     run(folder, desk(folder))
     text = (folder / "coordinator.yaml").read_text()
     (folder / "coordinator.yaml").write_text(text.replace("rounds: 1", "rounds: 2"))
-    with pytest.raises(RunError, match="another configuration"):
+    with pytest.raises(RunError, match="other settings: rounds is 2, was 1; choose another"):
         run(folder, desk(folder))
 
 

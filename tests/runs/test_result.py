@@ -25,6 +25,7 @@ def test_the_directory_holds_what_is_needed_to_trust_it(result: perfed.Result) -
     names = {path.name for path in result.path.iterdir() if not path.name.startswith(".")}
     assert names == {
         "config.yaml",
+        "checksums.json",
         "environment.json",
         "partition.json",
         "rounds.jsonl",
@@ -226,7 +227,7 @@ def test_a_line_that_is_not_json_is_named(tmp_path: Path) -> None:
     result = perfed.run(tiny(), tmp_path / "run")
     with open(result.path / "rounds.jsonl", "a") as file:
         file.write("{broken\n")
-    with pytest.raises(RunError, match=r"rounds.jsonl is corrupt"):
+    with pytest.raises(RunError, match=r"rounds.jsonl, line 5, is corrupt"):
         result.per_round()
 
 

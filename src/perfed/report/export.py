@@ -34,8 +34,10 @@ def export(paths: Sequence[Path], folder: Path, kind: str) -> list[Path]:
         raise ConfigError(f"'{kind}' is none of {', '.join(FORMATS)}", "--format")
     if kind == "parquet":
         needed("pyarrow", "parquet", "--format parquet")
+    with gather.reading(paths):
+        tables = frames([run for run in gather.read(paths) if run.evaluated])
     files = []
-    for name, frame in frames([run for run in gather.read(paths) if run.evaluated]).items():
+    for name, frame in tables.items():
         files.append(folder / f"{name}.{kind}")
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(files[-1], _encoded(frame, kind))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -86,8 +87,8 @@ class Run:
     @cached_property
     def partition(self) -> dict[str, Any]:
         """What is recorded of the data; nothing before it is divided."""
-        there = (self.path / "partition.json").is_file()
-        return self.directory.read_json("partition.json") if there else {}
+        expected = (self.path / "partition.json").is_file() or self.rounds
+        return self.directory.read_json("partition.json") if expected else {}
 
     @property
     def clients(self) -> list[dict[str, Any] | None]:
@@ -230,6 +231,16 @@ def read(paths: Sequence[Path]) -> list[Run]:
     return [
         Run(result, label) for result, label in zip(results, _labels(results, names), strict=True)
     ]
+
+
+@contextmanager
+def reading(paths: Sequence[Path]) -> Iterator[None]:
+    """Around all that is made from the files of these runs: see :meth:`RunDirectory.reading`."""
+    with ExitStack() as stack:
+        for folder in (folder for path in paths for folder in _folders(path)):
+            if not RunDirectory(folder).has_checksums:
+                stack.enter_context(RunDirectory(folder).reading())
+        yield
 
 
 def _distinct_names(paths: Sequence[Path]) -> list[str]:

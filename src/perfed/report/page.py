@@ -38,7 +38,9 @@ class Report:
     def write(self, path: Path, watched: bool = False) -> Path:
         """The page; one that is watched reloads itself until its runs are over."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, html(self, watched and not self.over).encode())
+        with gather.reading(self.paths):
+            text = html(self, watched and not self.over)
+        write_atomically(path, text.encode())
         return path
 
     def write_figures(self, folder: Path, kind: str) -> list[Path]:
@@ -58,11 +60,11 @@ def draw(paths: Sequence[Path]) -> Report:
     """Of run directories and comparisons, finished or not."""
     import matplotlib as mpl
 
-    runs = gather.read(paths)
-    # Asked before the rounds are read: a run may end meanwhile.
-    over = len(runs) == gather.planned(paths) and all(run.over for run in runs)
-    curves = gather.series(runs)
-    with mpl.rc_context(theme.RC):
+    with gather.reading(paths), mpl.rc_context(theme.RC):
+        runs = gather.read(paths)
+        # Asked before the rounds are read: a run may end meanwhile.
+        over = len(runs) == gather.planned(paths) and all(run.over for run in runs)
+        curves = gather.series(runs)
         return Report(paths, runs, curves, charts(runs, curves), over)
 
 

@@ -80,6 +80,7 @@ class Checkpoints:
             "states": self._states,
         }
         self._directory.write_json(MANIFEST, manifest)
+        self._directory.note_checkpoint()
         entries = (*self._files.values(), *self._states.values())
         named = {entry["file"] for entry in entries} | {"manifest.json"}
         for path in self._folder.iterdir():
@@ -89,6 +90,8 @@ class Checkpoints:
     def load(self, device: torch.device) -> tuple[Progress, dict[int, ClientRecord]] | None:
         """The newest checkpoint, on ``device``; None where the run has none yet."""
         if not (self._folder / "manifest.json").is_file():
+            if self._directory.had_checkpoint():  # to begin again would cost all that was done
+                raise RunError(f"{self._directory.path} has lost its {MANIFEST}")
             return None
         manifest = self._directory.read_json(MANIFEST)
         try:

@@ -87,11 +87,14 @@ class LogSum:
         return found
 
 
-def log_lines(path: Path, data: bytes) -> list[dict[str, Any]]:
-    """The whole lines of a log, one after another in the order of their rounds."""
-    whole, _, _ = data.rpartition(b"\n")
+def log_lines(path: Path, data: bytes, whole: bool = False) -> list[dict[str, Any]]:
+    """The lines of a log in the order of their rounds. The last one may be in the making, unless
+    they must be ``whole``."""
+    *texts, rest = data.split(b"\n")
+    if whole and rest:
+        texts.append(rest)
     lines: list[dict[str, Any]] = []
-    for number, text in enumerate(whole.split(b"\n") if whole else (), start=1):
+    for number, text in enumerate(texts, start=1):
         try:
             line = parsed(text)
             if type(line.get("round")) is not int:

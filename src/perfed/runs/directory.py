@@ -61,6 +61,7 @@ class RunDirectory:
         self.path = path
         self._logs: dict[str, LogSum] = {}
         """What is known of each log that this process writes."""
+        self._noted = False
 
     @classmethod
     def create(cls, path: Path) -> RunDirectory:
@@ -206,6 +207,8 @@ class RunDirectory:
         lines = checksums.log_lines(path, data)
         if recorded:
             size, value = recorded
+            if self.finished and len(data) > size:
+                raise RunError(f"{path} is longer than it was when the run ended")
             found = LogSum()
             found.add(data[:size])
             _check_log(path, found, size, value)
@@ -222,6 +225,17 @@ class RunDirectory:
         if not self.has_checksums:
             return None
         return _size_and_sum(self.read_json(checksums.FILE), name)
+
+    def note_checkpoint(self) -> None:
+        """A run that has a checkpoint once has one until its end."""
+        if self.has_checksums and not self._noted:
+            recorded = self.read_json(checksums.FILE)
+            if not recorded.get("checkpoint"):
+                self.write_json(checksums.FILE, recorded | {"checkpoint": True})
+            self._noted = True
+
+    def had_checkpoint(self) -> bool:
+        return self.has_checksums and bool(self.read_json(checksums.FILE).get("checkpoint"))
 
     @property
     def lacks_summary(self) -> bool:
@@ -287,7 +301,7 @@ class RunDirectory:
                 raise RunError(f"{path} is shorter than at the checkpoint: lines are missing")
             found = LogSum.of(path, size)
             if found.value() != sums.get(name):  # perhaps a line can be named
-                checksums.log_lines(path, path.read_bytes()[:size])
+                checksums.log_lines(path, path.read_bytes()[:size], whole=True)
                 _check_log(path, found, size, sums.get(name, found.value()))
             os.truncate(path, size)
             self._logs[name] = found

@@ -20,6 +20,7 @@ from perfed.config import Experiment, parse
 from perfed.core.errors import ConfigError, RunError
 from perfed.core.tensorfile import write_atomically
 from perfed.engines import Execution
+from perfed.runs.checksums import parsed
 from perfed.runs.comparison import run_together
 from perfed.runs.coordinator import Callback
 from perfed.runs.directory import RunDirectory
@@ -126,10 +127,10 @@ class Study:
 
 def read_record(path: Path) -> Record:
     try:
-        record: Record = json.loads(path.read_text("utf-8"))
+        record: Record = parsed(path.read_bytes())
     except ValueError as error:
         raise RunError(f"{path} is corrupt: {error}") from None
-    if not isinstance(record, dict) or "config" not in record:
+    if "config" not in record:
         raise RunError(f"{path} is not a study's record")
     return record
 

@@ -130,7 +130,9 @@ class Search:
         """A folder with another search is not written to; one with this search is gone on with."""
         if not (folder / FILE).is_file():
             return
-        difference = self._difference(RunDirectory(folder).read_json(FILE))
+        directory = RunDirectory(folder)
+        with directory.reading():
+            difference = self._difference(directory.read_json(FILE))
         if difference:
             raise ConfigError(
                 f"{folder} holds another search, with {difference}; choose another folder", "--out"
