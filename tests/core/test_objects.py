@@ -1,9 +1,11 @@
 """A user's own classes and objects are found again, under the name that is written down."""
 
 import functools
+import logging
 import pickle
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from torch import nn
 
 import perfed
 from perfed import Algorithm, Message, algorithms
+from perfed.core import objects
 from perfed.core.errors import ConfigError
 from perfed.core.objects import give, import_object, import_path, path_or_name
 from perfed.core.schema import plain
@@ -191,3 +194,27 @@ def test_a_file_that_ends_python_is_an_error(code: str, tmp_path: Path) -> None:
     (tmp_path / "ends.py").write_text(f"import sys\nsys.exit({code})\n")
     with pytest.raises(ConfigError, match=r"cannot import '.*ends.py': it ends Python \(sys.exit"):
         import_object(f"{tmp_path / 'ends.py'}:Mine")
+
+
+@pytest.mark.attack(70)
+def test_an_import_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file here waits until the line about it is said."""
+    said = threading.Event()
+    lines: list[str] = []
+
+    class Listen(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+            said.set()
+
+    monkeypatch.setattr(objects, "PATIENCE", 0.01)
+    monkeypatch.setattr("builtins.said", said, raising=False)
+    (tmp_path / "waits.py").write_text("assert said.wait(60)\nvalue = 1\n")
+    handler = Listen()
+    logging.getLogger("perfed").addHandler(handler)
+    try:
+        assert objects.import_object(f"{tmp_path}/waits.py:value") == 1
+    finally:
+        logging.getLogger("perfed").removeHandler(handler)
+    assert lines == [f"still importing '{tmp_path}/waits.py', after 0.01 seconds: it must not wait "
+                     "or compute"]  # fmt: skip

@@ -21,6 +21,7 @@ may train many clients as one batch.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from perfed.core.declaration import Messages
+from perfed.core.errors import ConfigError
 from perfed.core.message import Message
 from perfed.core.network import Network
 from perfed.core.predictor import (
@@ -328,6 +330,11 @@ Averaged = TypeVar("Averaged", Weights, dict[str, Any], Tensor)
 def weighted_average(trees: Sequence[Averaged], amounts: Sequence[float]) -> Averaged:
     """The mean of models, parameters and buffers alike, or of parts of models, or of any trees of
     tensors that have the same names, in proportion to ``amounts``."""
+    if not all(0 <= amount < math.inf for amount in amounts) or not sum(amounts):
+        found = ", ".join(f"{float(amount):g}" for amount in amounts[:5])
+        raise ConfigError(
+            f"weighted_average by amounts {found}: each must be at least 0, and one of them more"
+        )
     average: Averaged = _average(trees, [amount / sum(amounts) for amount in amounts])
     return average
 

@@ -15,12 +15,17 @@ import inspect
 import operator
 import os
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from hashlib import blake2b
 from types import ModuleType
 from typing import Any
 
 from perfed.core.errors import ConfigError, did_you_mean, shown
+from perfed.core.notices import say_once
 
+PATIENCE = 10.0  # seconds that an import takes until a line says so
 GIVEN, FILE = "object:", "file:"
 _given: dict[str, Any] = {}
 _places: dict[str, str] = {}
@@ -45,7 +50,8 @@ def import_module(name: str) -> ModuleType:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        return import_file(name) if name.endswith(".py") else importlib.import_module(name)
+        with _saying_if_long(name):
+            return import_file(name) if name.endswith(".py") else importlib.import_module(name)
     except (Exception, SystemExit) as error:  # whatever a user's own file raises
         reason = f"{type(error).__name__}: {error}"
         if isinstance(error, SystemExit):
@@ -57,6 +63,19 @@ def import_module(name: str) -> ModuleType:
         elif name.endswith(".py") and not os.path.exists(_places.get(name, name)):
             reason = "there is no such file"
         raise ConfigError(f"cannot import '{name}': {reason}", "name") from None
+
+
+@contextmanager
+def _saying_if_long(name: str) -> Iterator[None]:
+    """A file that waits for something, or computes, would look as if perfed hung."""
+    line = f"still importing '{name}', after {PATIENCE:g} seconds: it must not wait or compute"
+    timer = threading.Timer(PATIENCE, say_once, [line])
+    timer.daemon = True  # Ctrl-C need not wait for it
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def import_file(path: str) -> ModuleType:

@@ -30,7 +30,7 @@ from perfed.core.streams import (
     torch_stream,
     uniform_indices,
 )
-from perfed.core.tree import OWN, Tree, Weights
+from perfed.core.tree import OWN, Tree, Weights, flatten
 from perfed.engines.precision import Precision
 
 if TYPE_CHECKING:
@@ -262,6 +262,13 @@ class EngineClient:
             and _same_entries(self.kept, before.kept)
         )
 
+    def check_kept(self) -> None:
+        """What an algorithm has left here can be kept."""
+        if self.weights is not self._record.weights:
+            self.population.check_weights(self.architecture, self.weights)
+        if not _same_entries(self.state, self._record.state):
+            flatten(self.state)
+
     def record(self) -> ClientRecord:
         """What it holds now."""
         return ClientRecord(self.weights, self.state, self.kept)
@@ -311,7 +318,9 @@ class EngineClient:
         if weights is None and network != OWN:
             raise ConfigError(f"the weights of '{network}' must be given", "algorithm")
         where = None if on == "public" else self._learnt_from(on)
-        rows: Tensor = self.ask(Forward(self, weights or self.weights, where, what, network))
+        weights = self.weights if weights is None else weights
+        self.population.check_weights(self.label(network), weights)
+        rows: Tensor = self.ask(Forward(self, weights, where, what, network))
         return rows
 
     def _learnt_from(self, part: str) -> Tensor:
@@ -363,6 +372,8 @@ class EngineClient:
             return weights
         single = isinstance(weights, Weights)
         models = {OWN: weights} if single else dict(weights)
+        for network, given in models.items():
+            self.population.check_weights(self.label(network), given)
         states = self._optimizer_states(slot, models)
         request = Sgd(
             self, models, states, single, objective, inputs, steps, rate, batches, stream,
@@ -403,6 +414,7 @@ class _Outputs:
     count: int
 
     def __call__(self, weights: Weights, what: What = "logits", network: str = OWN) -> Tensor:
+        self.client.population.check_weights(self.client.label(network), weights)
         rows: Tensor = self.client.ask(Forward(self.client, weights, self.where, what, network))
         return rows
 

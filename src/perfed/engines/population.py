@@ -17,6 +17,7 @@ from perfed.core.declaration import Known
 from perfed.core.errors import ConfigError, did_you_mean, shape_text
 from perfed.core.message import Message
 from perfed.core.metrics import EVALUATED_ON, Samples, column_name, evaluate
+from perfed.core.own_code import running, wrong_return
 from perfed.core.randomness import draws_numbers
 from perfed.core.schema import plain
 from perfed.core.tree import OWN, Weights, find_not_finite
@@ -197,7 +198,8 @@ class Population:
     def _first_message(self, client: EngineClient, message: Message) -> Message | None:
         if not self._trusts_server:
             check(message, {}, self.known(client.id))
-        first = self.algorithm.first_message(client)
+        with running(self.algorithm, "first_message"):
+            first = self.algorithm.first_message(client)
         return None if first is None else self._sent(client, first, "first_message")
 
     def _client_round(self, client: EngineClient, message: Message) -> Message:
@@ -209,12 +211,14 @@ class Population:
             check(received, declared, self.known(client.id))
         if kept is not state:
             client.kept["link"] = kept
-        return self._sent(client, self.algorithm.client_round(client, received), "client_round")
+        with running(self.algorithm, "client_round"):
+            reply = self.algorithm.client_round(client, received)
+        client.check_kept()
+        return self._sent(client, reply, "client_round")
 
     def _sent(self, client: EngineClient, message: Any, method: str) -> Message:
         if not isinstance(message, Message):
-            name, kind = self.algorithm.registered_name, type(message).__name__
-            raise ConfigError(f"{method} of '{name}' returned {kind}: must be a Message")
+            raise wrong_return(self.algorithm, method, message)
         if self.link.stages and find_not_finite({0: [*message.arrays.items()]}):
             return message  # as it is: whoever gets the outcome sees that it is broken
         state = client.kept.get("link", {})
@@ -230,7 +234,11 @@ class Population:
         )
         if not self._trusts_server:
             check(received, declared, self.known(client.id))
-        return self.algorithm.models(client, received)
+        with running(self.algorithm, "models"):
+            models = self.algorithm.models(client, received)
+        if not isinstance(models, Mapping) or not models.keys() & {"personal", "global"}:
+            raise wrong_return(self.algorithm, "models", models)
+        return dict(models)
 
     def known(self, client: int, received: Message | None = None) -> Known:
         """By what a client's messages are measured."""
@@ -298,6 +306,26 @@ class Population:
         )
         weights = with_public_statistics(initial, self.algorithm, self.training).clone()
         return Weights(*({n: t.to(self.device) for n, t in part.items()} for part in weights))
+
+    def check_weights(self, label: str, weights: Any) -> None:
+        """Weights that an algorithm hands to an engine are those of the network, by names and
+        shapes: engines would make different things of others."""
+        name = self.algorithm.registered_name
+        if not isinstance(weights, Weights):
+            raise ConfigError(f"'{name}' gives {type(weights).__name__}: must be perfed.Weights")
+        expected = self.initial_weights(label)
+        public = expected.public_buffers if weights.public_buffers else {}
+        for must, found in zip((*expected[:2], public), weights, strict=True):
+            if must.keys() != found.keys():
+                missing = [f"without '{n}'" for n in must if n not in found]
+                extra = [f"with an unknown '{n}'" for n in found if n not in must]
+                raise ConfigError(f"'{name}' gives weights of '{label}' {(missing + extra)[0]}")
+            for part, tensor in found.items():
+                if tensor.shape != must[part].shape:
+                    is_, be = shape_text(tensor.shape), shape_text(must[part].shape)
+                    raise ConfigError(
+                        f"'{name}' gives weights of '{label}' whose '{part}' is {is_}: must be {be}"
+                    )
 
     def positions(self, client: int, part: str) -> Tensor:
         """Where a client's ``train``, ``validation`` or ``test`` samples are."""

@@ -301,7 +301,7 @@ class FederatedRun(Coordinator):
 
     def _opening(self, channel: Channel) -> Steps[dict[str, Any] | None]:
         self._wait_for(self.options.start_with or self.experiment.clients)
-        self.progress.state = self.algorithm.start(self.server(-1))
+        self.progress.state = self._started()
         if not self.algorithm.has_opening:
             return None
         replies = yield from self._gather(

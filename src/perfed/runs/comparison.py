@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from perfed.config import Comparison, Experiment, parse, read_mapping
-from perfed.core.errors import ConfigError, Diverged, RunError
+from perfed.core.errors import ConfigError, Diverged, PerfedError, RunError
 from perfed.core.layout import Table
 from perfed.core.threads import cpu_threads
 from perfed.engines import Call, Engine, Execution
@@ -227,11 +227,24 @@ def run_together(
                 except (StopIteration, Diverged, Stopped):
                     del runs[folder]
             if engine is not None:
-                results = dict(_perform_all(engine, {f: waiting[f] for f in runs}))
+                try:
+                    results = dict(_perform_all(engine, {f: waiting[f] for f in runs}))
+                except ConfigError as error:  # each keeps what it has done
+                    _throw_into(runs.values(), error)
     engine = None
     gc.collect()  # an engine and its clients know each other: their models would stay for a while
     if stop.asked:  # also where it was the last round: nothing further is begun
         raise Stopped(stop.number)
+
+
+def _throw_into(runs: Iterable[Steps[Result]], error: ConfigError) -> NoReturn:
+    ends: list[PerfedError] = []
+    for steps in runs:
+        try:
+            steps.throw(error)
+        except PerfedError as end:
+            ends.append(end)
+    raise ends[0] if ends else error
 
 
 def _perform_all(

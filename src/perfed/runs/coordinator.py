@@ -20,11 +20,12 @@ from perfed.core.admission import refusals
 from perfed.core.algorithm import Algorithm, ClientInfo, Reply, Server
 from perfed.core.channel import Channel, Traffic
 from perfed.core.declaration import Known
-from perfed.core.errors import Diverged, Refused, RunError
+from perfed.core.errors import ConfigError, Diverged, Refused, RunError
 from perfed.core.message import Message
 from perfed.core.metrics import Columns, load_metrics, summarize
+from perfed.core.own_code import running, wrong_return
 from perfed.core.streams import torch_stream
-from perfed.core.tree import Tree, find_not_finite
+from perfed.core.tree import Tree, find_not_finite, flatten
 from perfed.core.wire import Link
 from perfed.engines import ClientRecord
 from perfed.runs.checkpoint import Checkpoints, Progress
@@ -238,7 +239,14 @@ class Coordinator(ABC):
         for round in range(progress.next_round, experiment.rounds):
             began = time.monotonic()
             self.seconds = {}
-            clients, traffic = yield from self._round(round, channel)
+            kept = _as_it_is(progress)
+            try:
+                clients, traffic = yield from self._round(round, channel)
+            except ConfigError as error:  # a mistake in the algorithm, which can be mended
+                if not round:
+                    raise
+                checkpoints.save(kept, self._kept(), self.changed)
+                raise RunError(f"round {round}: {error}; the rounds before it are kept") from error
             evaluation = {}
             self._evaluation_channel = Channel()
             if (round + 1) % experiment.evaluate_every == 0 or round + 1 == experiment.rounds:
@@ -302,10 +310,12 @@ class Coordinator(ABC):
     ) -> dict[int, Message]:
         """What crosses to each client. Sent twice in a round, it is twice the same."""
         server = self.server(round)
-        written = {
-            client: self.algorithm.broadcast(server, self.progress.state, self.info(client))
-            for client in clients
-        }
+        with running(self.algorithm, "broadcast"):
+            written = {
+                client: self.algorithm.broadcast(server, self.progress.state, self.info(client))
+                for client in clients
+            }
+        self._check_messages("broadcast", written)
         sent = {}
         for client, message in written.items():
             state = self.progress.link.get(str(client), {})
@@ -351,18 +361,25 @@ class Coordinator(ABC):
     ) -> dict[int, Message]:
         """What crosses to all clients, unless told to whom; counted apart from a round's."""
         server = self.server(round)
-        written = {
-            client: self.algorithm.evaluation_message(
-                server, self.progress.state, self.info(client)
-            )
-            for client in (self._everyone() if clients is None else clients)
-        }
+        with running(self.algorithm, "evaluation_message"):
+            written = {
+                client: self.algorithm.evaluation_message(
+                    server, self.progress.state, self.info(client)
+                )
+                for client in (self._everyone() if clients is None else clients)
+            }
+        self._check_messages("evaluation_message", written)
         sent = {
             client: self._link.send(message, client, round, "evaluation", {})[0]
             for client, message in written.items()
         }
         self._evaluation_channel.down(written, sent)
         return sent
+
+    def _check_messages(self, hook: str, written: Mapping[int, Any]) -> None:
+        for message in written.values():
+            if not isinstance(message, Message):
+                raise wrong_return(self.algorithm, hook, message)
 
     def _evaluated(self, evaluation: Mapping[str, Any]) -> dict[str, Any]:
         crossed = vars(self._evaluation_channel.total)
@@ -375,9 +392,23 @@ class Coordinator(ABC):
         ordered = [Reply(self.info(client), replies[client]) for client in sorted(replies)]
         server = self.server(round)
         before = self.progress.state
-        with torch_stream(self.experiment.seed, "server-module", round=round):
-            self.progress.state = self.algorithm.merge(server, before, ordered)
-        self._described = self.algorithm.describe(before, self.progress.state)
+        stream = torch_stream(self.experiment.seed, "server-module", round=round)
+        with stream, running(self.algorithm, "merge"):
+            state = self.algorithm.merge(server, before, ordered)
+        self.progress.state = self._checked_state("merge", state)
+        self._described = self.algorithm.describe(before, state)
+
+    def _started(self) -> Tree:
+        """The server's state before anything has crossed."""
+        with running(self.algorithm, "start"):
+            state = self.algorithm.start(self.server(-1))
+        return self._checked_state("start", state)
+
+    def _checked_state(self, hook: str, state: Any) -> Tree:
+        if not isinstance(state, dict):
+            raise wrong_return(self.algorithm, hook, state)
+        flatten(state)  # raises where it holds anything but tensors
+        return state
 
     def _server_facts(self) -> dict[str, Any]:
         """What the algorithm says of the newest merge."""
@@ -411,16 +442,26 @@ def difference(after: Traffic, before: Traffic) -> dict[str, int]:
     return {name: getattr(after, name) - earlier for name, earlier in vars(before).items()}
 
 
+def _as_it_is(progress: Progress) -> Progress:
+    """What a round does to ``progress`` does not change it: trees are never written to."""
+    traffic, trained = dataclasses.replace(progress.traffic), list(progress.trained)
+    return dataclasses.replace(progress, traffic=traffic, trained=trained)
+
+
 def drive(steps: Steps[T], performer: Performer) -> T:
     """Carry one computation to its end."""
     results: Any = None
+    error: ConfigError | None = None
     while True:
         try:
-            jobs = steps.send(results)
+            jobs = steps.send(results) if error is None else steps.throw(error)
         except StopIteration as end:
             value: T = end.value
             return value
-        results = performer.perform(jobs)
+        try:
+            results, error = performer.perform(jobs), None
+        except ConfigError as mistake:  # in an algorithm: what was done before can be kept
+            error = mistake
 
 
 def check_finite(round: int, tensors: Mapping[str, Sequence[tuple[str, torch.Tensor]]]) -> None:

@@ -200,7 +200,7 @@ class Simulation(Coordinator):
         return drive(self._round(round, channel), self.engine)
 
     def _opening(self, channel: Channel) -> Steps[dict[str, Any] | None]:
-        self.progress.state = self.algorithm.start(self.server(-1))
+        self.progress.state = self._started()
         if not self.algorithm.has_opening:
             return None
         clients = self.select(-1)
