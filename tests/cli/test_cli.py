@@ -37,6 +37,7 @@ def refusal(
     return error
 
 
+@pytest.mark.attack(55)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -198,6 +199,7 @@ main()
 """
 
 
+@pytest.mark.attack(50)
 @pytest.mark.parametrize(
     ("number", "times"), [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGHUP, 2)]
 )
@@ -244,6 +246,7 @@ main()
 """
 
 
+@pytest.mark.attack(49)
 def test_runs_that_start_in_one_second_have_folders_of_their_own(
     tmp_path: Path, config: Path
 ) -> None:
@@ -393,6 +396,7 @@ class Leaves(Net):
 """
 
 
+@pytest.mark.attack(70)
 def test_what_a_network_prints_is_not_among_the_json(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -408,6 +412,7 @@ def test_what_a_network_prints_is_not_among_the_json(
     assert {"imported", "built", "called"} <= set(said.err.splitlines())
 
 
+@pytest.mark.attack(69)
 def test_a_network_that_ends_python_is_no_success(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

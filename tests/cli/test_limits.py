@@ -24,6 +24,7 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.attack(51)
 @pytest.mark.parametrize(
     "text",
     [
@@ -59,6 +60,7 @@ def test_aliases_may_be_used() -> None:
     }
 
 
+@pytest.mark.attack(52)
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -103,6 +105,7 @@ def test_odd_values(
     assert not (here / "runs").exists()
 
 
+@pytest.mark.attack(53)
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -126,6 +129,7 @@ def test_large_files_are_refused_soon(
     assert time.process_time() - began < 10
 
 
+@pytest.mark.attack(52)
 @pytest.mark.parametrize("seeds", ["0-99999999999", "0-9,10-99999", "1" * 5000])
 def test_too_many_seeds(
     seeds: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -135,6 +139,7 @@ def test_too_many_seeds(
     assert len(error) < 1000
 
 
+@pytest.mark.attack(52)
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -171,6 +176,7 @@ def test_json_without_pyyaml(monkeypatch: pytest.MonkeyPatch) -> None:
             load_yaml(text, "it")
 
 
+@pytest.mark.attack(54)
 @pytest.mark.parametrize(
     "command", ["run", "compare", "tune", "reproduce costs", "report .", "export ."]
 )

@@ -96,6 +96,7 @@ entries = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.attack(48)
 @given(json_values | st.dictionaries(st.text(max_size=3), entries | json_values), st.binary())
 def test_what_is_no_header_is_refused(header: object, payload: bytes) -> None:
     """Whatever comes over a network: tensors, or one of the errors that are expected."""
@@ -122,6 +123,7 @@ def test_a_file_cut_short_is_refused(cut: int, tmp_path_factory: pytest.TempPath
         tensorfile.load(path, checksum)
 
 
+@pytest.mark.attack(47)
 def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     checksum = tensorfile.save(path, {"a": torch.arange(9.0)})
@@ -196,6 +198,7 @@ def test_no_message_costs_nothing() -> None:
     assert (channel.total.bytes, channel.total.parameters) == (0, 0)
 
 
+@pytest.mark.attack(49)
 def test_a_file_that_cannot_be_written_leaves_no_part_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,6 +221,7 @@ def one(shape: object, offsets: object, dtype: str = "F32") -> dict[str, object]
     return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
 
 
+@pytest.mark.attack(16, 48)
 @pytest.mark.parametrize(
     ("header", "payload"),
     [

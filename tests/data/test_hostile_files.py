@@ -118,6 +118,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
 }
 
 
+@pytest.mark.attack(56)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_array_file_is_one_line(tmp_path: Path, name: str) -> None:
     content, message = HOSTILE[name]
@@ -132,6 +133,7 @@ def test_a_hostile_array_file_is_one_line(tmp_path: Path, name: str) -> None:
         read_array(path)
 
 
+@pytest.mark.attack(56)
 def test_a_zip_bomb_is_refused_before_it_unpacks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,6 +200,7 @@ BOMBS: dict[str, Callable[[], bytes]] = {
 }
 
 
+@pytest.mark.attack(58)
 @pytest.mark.parametrize("name", BOMBS)
 def test_an_archive_unpacks_to_so_much_and_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -217,6 +220,7 @@ def test_no_other_packing_is_unpacked_to_see_whether_it_is_a_tar(tmp_path: Path)
         read_images(path, CIFAR10.layouts)
 
 
+@pytest.mark.attack(59)
 def test_a_table_of_many_columns_is_read_at_once(tmp_path: Path) -> None:
     names = [f"c{number}" for number in range(40_000)]
     path = own_files.table(tmp_path / "a.csv", [range(40_000)], names)
@@ -228,6 +232,7 @@ def test_a_table_of_many_columns_is_read_at_once(tmp_path: Path) -> None:
         read_sheet(path)
 
 
+@pytest.mark.attack(60)
 @pytest.mark.parametrize("labeled", [True, False])
 def test_a_pipe_is_no_picture(tmp_path: Path, labeled: bool) -> None:
     own_files.photos(tmp_path, ("a", "b"), each=2)
@@ -244,6 +249,7 @@ def test_a_pipe_is_no_picture(tmp_path: Path, labeled: bool) -> None:
         load("images", tmp_path)
 
 
+@pytest.mark.attack(60)
 @pytest.mark.parametrize("kind", ["a.npz", "a.npy", "a.csv"])
 def test_a_pipe_is_no_table_and_no_array(tmp_path: Path, kind: str) -> None:
     os.mkfifo(tmp_path / kind)
@@ -276,6 +282,7 @@ def blank_png(width: int, height: int) -> bytes:
     )
 
 
+@pytest.mark.attack(61)
 @pytest.mark.parametrize("width", [5_000, 12_000, 20_000])  # 60, 144 and 240 million
 def test_a_picture_of_too_many_pixels_is_not_decoded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int
@@ -294,6 +301,7 @@ def test_a_picture_of_too_many_pixels_is_not_decoded(
         load("images", tmp_path, size=[8, 8])
 
 
+@pytest.mark.attack(62)
 def test_an_eps_file_never_reaches_its_reader(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

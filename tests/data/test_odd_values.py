@@ -38,6 +38,7 @@ def changed(array: np.ndarray, where: Any, value: Any) -> np.ndarray:
     return result
 
 
+@pytest.mark.attack(57)
 @pytest.mark.parametrize("label", [MOST_OUTPUTS, 10**9, 1e300, float("inf"), 2**63])
 def test_a_label_that_is_too_high_is_refused_before_memory_is_taken(
     tmp_path: Path, label: Any
@@ -74,6 +75,7 @@ def test_a_label_of_the_hub_must_have_a_name() -> None:
         huggingface._labels(Loaded(label=[0, 10**9]), "label")
 
 
+@pytest.mark.attack(63, 64)
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
@@ -102,6 +104,7 @@ def test_what_float32_can_just_hold_is_taken(tmp_path: Path) -> None:
     assert np.isfinite(load(npz(tmp_path, x=x)).x).all()
 
 
+@pytest.mark.attack(63)
 @pytest.mark.parametrize("scale", ["standard", "none"])
 @pytest.mark.parametrize("cell", ["1e300", "-1e39", "1e999"])
 def test_a_cell_that_float32_cannot_hold_is_named(tmp_path: Path, cell: str, scale: str) -> None:
@@ -134,6 +137,7 @@ def table(root: Path, label: Any) -> Path:
     return own_files.table(root / "a.csv", rows, ["n", "label"])
 
 
+@pytest.mark.attack(64)
 def test_measurements_are_no_labels(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ConfigError, match=r"column 'label' has \d+ different values such as .* cl"):
         load(table(tmp_path, lambda n: n % 300 / 7), "csv")

@@ -205,6 +205,7 @@ class Calls:
         return self.call
 
 
+@pytest.mark.attack(65)
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_a_malicious_archive_runs_no_code(tmp_path: Path, protocol: int) -> None:
     marker = tmp_path / "marker"
@@ -230,6 +231,7 @@ def test_a_malicious_archive_runs_no_code(tmp_path: Path, protocol: int) -> None
     assert marker.exists()  # so the first attack does work on a plain unpickler
 
 
+@pytest.mark.attack(65)
 @given(module=st.text(), name=st.text())
 def test_nothing_is_looked_up_by_name(module: str, name: str) -> None:
     def text(value: str) -> bytes:

@@ -246,6 +246,7 @@ class Spoils(nn.Module):
         return out
 
 
+@pytest.mark.attack(66)
 @pytest.mark.parametrize("way", ["zero", "relu", "noise", "data", "dropout"])
 def test_a_network_that_changes_its_input_is_refused(way: str) -> None:
     models = perfed.Experiment(models=Spoils(way)).models

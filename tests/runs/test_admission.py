@@ -197,6 +197,7 @@ def test_a_message_that_is_not_finite_is_left_out_and_the_run_goes_on(
         assert ours["evaluation"] == theirs["evaluation"]
 
 
+@pytest.mark.attack(67)
 def test_a_client_round_returns_a_message() -> None:
     with pytest.raises(ConfigError, match="client_round of 'Silent' returned NoneType: must be a"):
         played(1, algorithm=Silent())

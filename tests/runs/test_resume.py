@@ -59,6 +59,7 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
+@pytest.mark.attack(49)
 @pytest.mark.parametrize("seed", range(3))
 def test_killed_at_random_moments_it_ends_with_the_same_bits(
     undisturbed: tuple[Path, Path], tmp_path: Path, stack: ExitStack, seed: int
@@ -164,6 +165,7 @@ def test_a_comparison_is_resumed_as_a_run_is(tmp_path: Path) -> None:
     assert [result.summary["finished"] for result in resumed.results] == [True, True]
 
 
+@pytest.mark.attack(47)
 def test_what_cannot_be_resumed_says_why_and_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="not a run directory"):
         perfed.resume(tmp_path)
