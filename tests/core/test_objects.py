@@ -186,6 +186,7 @@ def test_options_without_a_dataclass_are_spoken_of(tmp_path: Path) -> None:
         algorithms.build(f"{file}:option")
 
 
+@pytest.mark.attack(69)
 @pytest.mark.parametrize("code", ["0", "3", "'enough'", ""])
 def test_a_file_that_ends_python_is_an_error(code: str, tmp_path: Path) -> None:
     (tmp_path / "ends.py").write_text(f"import sys\nsys.exit({code})\n")

@@ -43,6 +43,7 @@ def test_an_error_names_the_dotted_key_and_what_is_right() -> None:
         from_mapping(Outer, {"inner": {"sise": 3}})
 
 
+@pytest.mark.attack(55)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
