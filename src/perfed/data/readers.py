@@ -41,6 +41,7 @@ MOST_PIXELS = 50_000_000
 """Of a picture. Cameras make 12 to 48 million; each takes some 7 bytes while it is read."""
 MOST_IN_ARCHIVE = 1 << 29
 """Bytes that an archive may unpack to: those of CIFAR are 178 MiB, a third of it."""
+PUTS = ("PUT", "BINPUT", "LONG_BINPUT")  # how a pickle numbers its parts
 SPLITS = ("train", "val", "valid", "validation", "test")
 TFJS_PICTURES = (*(f"data_batch_{number}.png" for number in range(1, 6)), "test_batch.png")
 TFJS_LISTS = ("train_lables.json", "test_lables.json")  # sic
@@ -435,7 +436,7 @@ def _check_memo(content: bytes) -> None:
     """A pickle numbers what it comes back to, and pickle makes room up to the highest number: 58
     bytes could take 12 GB. There are never more than there are bytes."""
     for operation, number, _ in pickletools.genops(content):
-        if operation.name in ("PUT", "BINPUT", "LONG_BINPUT") and number > len(content):
+        if operation.name in PUTS and isinstance(number, int) and number > len(content):
             raise ValueError(f"{len(content)} bytes cannot have a part number {number}")
 
 
