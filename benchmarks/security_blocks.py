@@ -49,4 +49,29 @@ def _shown_by(tests: dict[str, dict[str, int]]) -> str:
     return "; ".join([*(f"`{file}` ({number})" for file, number in files.items()), *wrong]) or "–"
 
 
-BLOCKS = {"attacks": tried}
+def fuzzed() -> str:
+    record = result("fuzz")
+    lines = ["| Read | Mutations | Accepted | Faults |", "|---|---:|---:|---:|"]
+    for row in record["rows"]:
+        name = row["target"].replace("-", " ")
+        cells = (name, *(f"{row[key]:,}" for key in ("mutations", "accepted", "faults")))
+        lines.append(f"| {' | '.join(cells)} |")
+    total = sum(row["mutations"] for row in record["rows"])
+    guides = " and ".join(sorted({row["guided_by"] for row in record["rows"]}))
+    note = f"{total:,} mutations, guided by {guides} {machine(record['environment'])}."
+    return "\n".join([*lines, "", note])
+
+
+def soaked() -> str:
+    record = result("soak")
+    same = "the same bytes as" if record["same_results"] else "**other results than**"
+    return (
+        f"{record['rounds']:,} rounds, {record['lost']:,} messages lost, "
+        f"{record['not_admitted']:,} not admitted, killed after rounds "
+        f"{', '.join(map(str, record['killed_after']))}: logs, summary and models are {same} "
+        f"without the kills. Memory {record['memory_mb']} MB, "
+        f"{record['growth_kb_per_round']:+.2f} kB a round {machine(record['environment'])}."
+    )
+
+
+BLOCKS = {"attacks": tried, "fuzz": fuzzed, "soak": soaked}

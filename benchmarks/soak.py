@@ -56,9 +56,9 @@ class Watched:
         where = [str(config), "--out", str(folder)] if config else ["--resume", str(folder)]
         command = [sys.executable, "-m", "perfed", "run", *where]
         command += ["--engine=sequential", "--device=cpu", "--checkpoint-seconds=2", "--json"]
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-        )
+        self.said = folder.with_suffix(".log")
+        with open(self.said, "ab") as said:
+            self.process = subprocess.Popen(command, stdout=said, stderr=said)
         self.samples: list[tuple[int, int]] = []  # rounds done, kB
 
     def rounds(self) -> int:
@@ -72,7 +72,7 @@ class Watched:
                 return True
             time.sleep(0.2)
         if self.process.returncode:
-            sys.exit(f"it failed: {self.process.communicate()[1]}")
+            sys.exit(f"it failed: {self.said.read_text()[-2000:]}")
         return False
 
     def _sample(self) -> None:
@@ -86,7 +86,7 @@ class Watched:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.communicate()
+        self.process.wait()
 
 
 def growth(samples: list[tuple[int, int]], rounds: int) -> float:

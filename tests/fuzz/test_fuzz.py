@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.fuzz.__main__ import TARGETS
@@ -21,10 +21,14 @@ def test_whatever_comes_is_accepted_rightly_or_refused(
 ) -> None:
     target = TARGETS[name](tmp_path_factory.mktemp("fuzz"))
     seeds = target.seeds()
-    for seed in seeds:
-        target.accepts(seed)  # most are accepted, and none is a fault
+    assert all(map(target.accepts, seeds))
 
-    @settings(max_examples=MUTATIONS.get(name, 300), derandomize=True, database=None)
+    @settings(  # without shrinking: what is slow to read would take minutes
+        max_examples=MUTATIONS.get(name, 300),
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+    )
     @given(st.sampled_from(seeds), edits)
     def mutated(seed: bytes, changes: list[Edit]) -> None:
         target.accepts(edited(seed, changes, target.tokens))
