@@ -114,14 +114,16 @@ class Counted:
         self.target = TARGETS[name](folder)
         self.name, self.mutations, self.accepted = name, 0, 0
 
-    def __call__(self, data: bytes) -> None:
+    def __call__(self, data: bytes) -> bool:
         self.mutations += 1
         try:
-            self.accepted += self.target.accepts(data)
+            accepted: bool = self.target.accepts(data)
         except BaseException:
             (FOUND / f"{self.name}.fault").write_bytes(data)
             self.write()
             raise
+        self.accepted += accepted
+        return accepted
 
     def write(self) -> None:
         counts = {"mutations": self.mutations, "accepted": self.accepted}
@@ -181,8 +183,8 @@ def with_hypothesis(name: str, folder: Path, mutations: int, seed: int) -> None:
     @hypothesis.given(st.sampled_from(counted.target.seeds()), edits)
     def one(data: bytes, changes: list[Edit]) -> None:
         faulthandler.dump_traceback_later(SECONDS, exit=True)
-        counted(edited(data, changes, counted.target.tokens))
-        hypothesis.target(float(counted.accepted), label="accepted")
+        accepted = counted(edited(data, changes, counted.target.tokens))
+        hypothesis.target(accepted * len(changes), label="changes that are accepted")
 
     one()
     faulthandler.cancel_dump_traceback_later()
