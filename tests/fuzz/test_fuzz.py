@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.fuzz.__main__ import TARGETS
 from tests.fuzz.mutation import KINDS, Edit, edited
 
-MUTATIONS = {"run-directories": 60, "configurations": 100}  # these are slow to read
+MUTATIONS = {"run-directories": 200, "configurations": 100}  # these are slow to read
 numbers = st.integers(0, 2**32)
 edits = st.lists(st.builds(Edit, st.sampled_from(KINDS), numbers, numbers, numbers), max_size=4)
 
