@@ -14,6 +14,7 @@ from committed import ROOT, machine, result
 from guide_blocks import BLOCKS as GUIDE_BLOCKS
 from paper_blocks import BLOCKS as PAPER_BLOCKS
 from screening_blocks import BLOCKS as SCREENING_BLOCKS
+from security_blocks import BLOCKS as SECURITY_BLOCKS
 from successor_blocks import BLOCKS as SUCCESSOR_BLOCKS
 
 from perfed.bench import render as render_bench
@@ -29,6 +30,7 @@ DOCUMENTS = (
     "docs/choosing.md",
     "docs/options.md",
     "docs/successor.md",
+    "docs/security.md",
 )
 
 
@@ -259,6 +261,7 @@ BLOCKS = {
     **GUIDE_BLOCKS,
     **SUCCESSOR_BLOCKS,
     **SCREENING_BLOCKS,
+    **SECURITY_BLOCKS,
     "bench-h200": lambda: engines("bench_h200"),
     "bench-cpu": lambda: engines("bench_cpu"),
     "profile": profile,

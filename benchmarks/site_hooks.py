@@ -2,8 +2,8 @@
 
 The pages are read on a code host too, where a link such as ``../benchmarks/results`` leads to the
 file. The site has no such file: there it leads to the repository, if mkdocs.yml names one, and
-is otherwise shown as a path. CONTRIBUTING.md, which code hosts look for in the root, is a page of
-the site too.
+is otherwise shown as a path. CONTRIBUTING.md and SECURITY.md, which code hosts look for in the
+root, are pages of the site too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any
 
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 BRANCH = "main"
-ROOT_PAGES = {"CONTRIBUTING.md": "contributing.md"}  # in the root, and what they are on the site
+# In the root, and what they are on the site.
+ROOT_PAGES = {"CONTRIBUTING.md": "contributing.md", "SECURITY.md": "reporting.md"}
 
 
 def on_files(files: Any, config: Any, **_: Any) -> Any:

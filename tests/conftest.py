@@ -19,6 +19,11 @@ from perfed.engines import Execution
 from perfed.engines.precision import ISA, WITHOUT_TILES, bf16_crashes_here
 from perfed.runs import checksums
 from perfed.runs.simulation import Simulation
+from tests.attacks import (  # noqa: F401 - hooks of pytest
+    pytest_addoption,
+    pytest_collection_modifyitems,
+    pytest_configure,
+)
 
 # The processes of pytest-xdist and those that tests start inherit it, and do not try again.
 if ISA not in os.environ and bf16_crashes_here():

@@ -147,7 +147,7 @@ def test_the_reference_has_all_that_the_package_offers() -> None:
 
 @pytest.mark.parametrize(
     "file",
-    ["CONTRIBUTING.md", *PAGES],
+    ["CONTRIBUTING.md", "SECURITY.md", *PAGES],
 )
 def test_links_lead_somewhere(file: str) -> None:
     text = (ROOT / file).read_text("utf-8")

@@ -39,7 +39,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_page_is_there(site: Path) -> None:
-    pages = {path.stem for path in (ROOT / "docs").glob("*.md")} | {"contributing"}
+    pages = {path.stem for path in (ROOT / "docs").glob("*.md")} | {"contributing", "reporting"}
     assert {path.stem for path in site.glob("*.html")} - {"404"} == pages
 
 

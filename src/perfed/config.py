@@ -316,7 +316,7 @@ def load_yaml(text: str, where: str) -> Any:
         except (ValueError, RecursionError):
             raise ConfigError(f"{where} is not JSON, and reading YAML needs PyYAML") from None
     try:
-        return yaml.load(text, Loader=_yaml_loader())
+        return yaml.load(text, Loader=_yaml_loader())  # noqa: S506 - a kind of SafeLoader
     except yaml.YAMLError as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"{where} is not valid YAML: {reason}") from None

@@ -64,6 +64,7 @@ def fault(declared: Entries | None, message: Message, **changes: Any) -> str:
 ROWS = torch.full((6, 3), 1 / 3)
 
 
+@pytest.mark.attack(8, 9)
 @pytest.mark.parametrize(
     ("entry", "right", "wrong", "reason"),
     [
@@ -100,6 +101,7 @@ def test_what_may_be_missing_is_missing_together() -> None:
     assert "must be N (3)" in fault(declared, Message(a=torch.ones(2), b=torch.ones(3)))
 
 
+@pytest.mark.attack("negative-variance")
 def test_a_variance_is_not_negative() -> None:
     def model(variance: float) -> Weights:
         return OWN._replace(buffers={"norm.running_var": torch.tensor([variance])})
@@ -159,6 +161,7 @@ def test_several_go_by_number() -> None:
     )
 
 
+@pytest.mark.attack(3, 4)
 def test_each_message_is_measured_alone() -> None:
     declared = {"x": Array((2,), REALS)}
     messages = {

@@ -96,7 +96,7 @@ entries = st.fixed_dictionaries(
 )
 
 
-@pytest.mark.attack(48)
+@pytest.mark.attack(2, 48)
 @given(json_values | st.dictionaries(st.text(max_size=3), entries | json_values), st.binary())
 def test_what_is_no_header_is_refused(header: object, payload: bytes) -> None:
     """Whatever comes over a network: tensors, or one of the errors that are expected."""
@@ -111,6 +111,7 @@ def test_a_header_that_names_no_tensors_is_refused(header: str) -> None:
         tensorfile.decode(len(header).to_bytes(8, "little") + header.encode())
 
 
+@pytest.mark.attack(47)
 @given(cut=st.integers(0, 200))
 def test_a_file_cut_short_is_refused(cut: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.getbasetemp() / "cut.safetensors"
@@ -255,6 +256,7 @@ def test_a_header_that_does_not_describe_its_payload_is_refused(
         tensorfile.decode(built(header, bytes(payload)))
 
 
+@pytest.mark.attack(16)
 def test_a_header_has_limits() -> None:
     many = {str(n): one([0], [0, 0]) for n in range(tensorfile.MESSAGE.entries + 1)}
     tensorfile.decode(built(many))
@@ -280,6 +282,7 @@ nearly = st.dictionaries(
 )
 
 
+@pytest.mark.attack(16, 48)
 @given(nearly, st.binary(max_size=24))
 def test_what_is_decoded_is_exactly_what_was_sent(header: dict, payload: bytes) -> None:
     """Never more than arrived; encoded again, the same bytes."""
@@ -291,6 +294,7 @@ def test_what_is_decoded_is_exactly_what_was_sent(header: dict, payload: bytes) 
     assert tensorfile.encode(decoded)[-len(payload) :] == payload or not payload
 
 
+@pytest.mark.attack(48)
 @given(st.dictionaries(names, tensors(), max_size=3), st.data())
 def test_flipped_bytes_give_tensors_or_a_known_error(content: dict, data: st.DataObject) -> None:
     encoded = bytearray(tensorfile.encode(content))

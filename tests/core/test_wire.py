@@ -106,6 +106,7 @@ def test_without_stages_and_without_content_nothing_happens() -> None:
         assert after is state
 
 
+@pytest.mark.attack("message-that-breaks-a-stage")
 def test_what_a_stage_stumbles_over_is_refused_in_one_line() -> None:
     with pytest.raises(Refused, match="stage 'Stumbling' cannot read it: ") as caught:
         Link((Stumbling(),)).receive(MESSAGE, 0, 0, "up", {}, None)
@@ -120,6 +121,7 @@ def test_what_is_blurred_comes_back_into_its_range() -> None:
     assert torch.allclose(received["x"], torch.full((2, 2), 500.0))
 
 
+@pytest.mark.attack("lie-through-a-lossy-stage")
 def test_on_a_lossy_link_a_lie_counts_as_the_nearest_honest_message_or_not_at_all() -> None:
     lying = {"name": "tests.hostile:Lying", "clients": list(range(6))}
     for lie, refused in (("rows of 1000", 0), ("1e30", 0), ("short", 3), ("NaN", 3), ("bool", 3)):

@@ -141,7 +141,7 @@ def test_what_cannot_be_read_is_one_clear_line(tmp_path: Path) -> None:
         (json, "test_lables.json: is not valid JSON"),
         (folders, "0031.png is 32×31, the first image was 32×32"),
         (broken, "0031.png: is no picture that can be read"),
-        (arrays("a", y=y), "no array 'images' or 'x', only y"),
+        (arrays("a", y=y), "no array 'images' or 'x', only 'y'"),
         (arrays("b", x=x / 255, y=y), "must be uint8"),
         (arrays("c", x=x[:, :2], y=y), "must be uint8"),
         (arrays("d", x=x[0], y=y), "must be uint8"),

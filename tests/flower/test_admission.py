@@ -54,7 +54,7 @@ def honest_numbers(folder: Path) -> list[Any]:
     ]
 
 
-@pytest.mark.attack(1, 6, 7, 8, 9, 10)
+@pytest.mark.attack(1, 3, 6, 7, 8, 9, 10)
 @pytest.mark.parametrize(("name", "lie"), TRIED)
 def test_a_lie_is_refused_alone_and_nobody_else_is_blamed(
     name: str, lie: str, tmp_path: Path
@@ -97,6 +97,7 @@ def test_a_lie_in_the_opening_does_not_become_the_state(tmp_path: Path) -> None:
     assert "refused" not in line
 
 
+@pytest.mark.attack(6)
 def test_a_refused_site_is_not_asked_again_and_again_in_one_round(tmp_path: Path) -> None:
     """All three are needed. One lies for a while; it is asked once for each deadline."""
     options = {"minimum": 3, "deadline": 0.4}
@@ -128,6 +129,7 @@ def test_what_merge_stumbles_over_is_an_error_of_the_program(
         run(folder, desk(folder))
 
 
+@pytest.mark.attack(24, 25, 26)
 @pytest.mark.parametrize(
     ("arrays", "reason"),
     [
@@ -152,6 +154,7 @@ def test_a_site_does_not_use_what_is_not_declared(
     assert not here.answer(Envelope(header(here, ROUND, 0), right)).refusal
 
 
+@pytest.mark.attack(24)
 def test_a_site_gets_nothing_with_the_opening_or_an_evaluation(tmp_path: Path) -> None:
     here = site(write_federation(tmp_path / "federation"))
     join(here)

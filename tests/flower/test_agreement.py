@@ -95,6 +95,7 @@ def test_the_line_keeps_what_the_site_lists_already(folder: Path) -> None:
     assert "agrees: {algorithms: [ditto, fedavg]} in site.yaml" in answer.refusal
 
 
+@pytest.mark.attack(18)
 def test_a_site_that_agrees_to_less_since_then_does_not_go_on(folder: Path) -> None:
     fedavg = plan(algorithm={"name": "fedavg"})
     assert not invited(site(folder, agrees={"algorithms": ["fedavg"]}), fedavg).refusal
@@ -157,6 +158,7 @@ def test_no_module_is_imported_and_its_names_are_not_told(folder: Path) -> None:
     assert "this" not in sys.modules
 
 
+@pytest.mark.attack(20)
 def test_a_name_that_a_file_has_registered_is_not_perfeds_own(folder: Path) -> None:
     from perfed.core.wire import Stage, stages
 
@@ -217,6 +219,7 @@ def test_what_no_experiment_can_have_is_refused_in_one_line(
     assert len(refusal) < 200
 
 
+@pytest.mark.attack(23)
 def test_steps_of_an_algorithms_own_are_limited_too(folder: Path) -> None:
     here = site(folder, agrees={"algorithms": ["per-fedavg"]})
     asked = plan(algorithm={"name": "per-fedavg", "adaptation_steps": 10**9})
@@ -228,6 +231,7 @@ def test_a_site_may_agree_to_more(folder: Path) -> None:
     assert not invited(site(folder, **allowed_by(refusal)), training(steps=20000)).refusal
 
 
+@pytest.mark.attack(23)
 def test_a_run_has_the_rounds_that_were_agreed_to(folder: Path) -> None:
     here = site(folder)
     invited(here, plan(rounds=2))
@@ -246,7 +250,7 @@ def test_a_large_message_is_refused_in_both_ways(folder: Path) -> None:
     assert not left.message
 
 
-@pytest.mark.attack(24)
+@pytest.mark.attack(10, 24)
 def test_a_large_message_is_refused_before_a_tensor_is_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -257,6 +261,7 @@ def test_a_large_message_is_refused_before_a_tensor_is_made(
         codec.decode(records, 2000)
 
 
+@pytest.mark.attack(24)
 def test_the_app_at_a_site_asks_the_sites_file_first(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -305,6 +310,7 @@ def test_many_invitations_leave_few_folders(folder: Path) -> None:
     assert not play(here, 1, "trial-mine").refusal
 
 
+@pytest.mark.attack(28)
 def test_what_somebody_else_keeps_in_a_folder_is_not_deleted(folder: Path) -> None:
     here = site(folder)
     join(here, run="trial-old")
@@ -361,7 +367,7 @@ def test_an_invitation_without_a_plan_is_refused(folder: Path) -> None:
     assert answer.refusal == "there is no plan in the invitation"
 
 
-@pytest.mark.attack(12)
+@pytest.mark.attack(12, "control-characters-to-a-site")
 def test_what_a_coordinator_says_does_not_write_lines_of_its_own(folder: Path) -> None:
     said: list[str] = []
     here = Site.open(folder / "site-0.yaml", said.append)
@@ -386,6 +392,7 @@ places = st.sampled_from(
 )
 
 
+@pytest.mark.attack(29)
 @settings(max_examples=300, deadline=None)
 @given(places, anything)
 def test_any_value_anywhere_is_a_plan_or_refused(place: tuple[str, ...], value: Any) -> None:
@@ -399,6 +406,7 @@ def test_any_value_anywhere_is_a_plan_or_refused(place: tuple[str, ...], value: 
         Agreement().plan(asked, 50)
 
 
+@pytest.mark.attack(2, "envelope-of-other-types")
 @pytest.mark.parametrize(
     "change",
     [
@@ -420,6 +428,7 @@ def test_an_envelope_of_other_types_is_refused(change: dict[str, Any]) -> None:
         codec.decode(RecordDict({"about": about}))
 
 
+@pytest.mark.attack("task-of-no-kind")
 @pytest.mark.parametrize(
     ("kind", "round"), [("train", 0), ("", -1), (ROUND, -1), (FIRST, 3), (JOIN, 5), (ROUND, -7)]
 )

@@ -88,6 +88,7 @@ def with_bytes(data: bytes) -> ArrayRecord:
     return ArrayRecord({"": Array("uint8", (len(data),), codec.ENCODING, data)})
 
 
+@pytest.mark.attack(2)
 @given(st.binary(max_size=99), st.binary(max_size=99))
 def test_any_bytes_are_an_envelope_or_refused(header: bytes, payload: bytes) -> None:
     for data in (header, len(header).to_bytes(8, "little") + header + payload):
@@ -95,6 +96,7 @@ def test_any_bytes_are_an_envelope_or_refused(header: bytes, payload: bytes) -> 
             codec.decode(records(message=with_bytes(data)))
 
 
+@pytest.mark.attack(2)
 @pytest.mark.parametrize(
     "wrong",
     [

@@ -339,6 +339,7 @@ def test_weights_of_an_unknown_architecture_cannot_be_served(tmp_path: Path) -> 
     assert result.per_client()["client"].tolist() == [0, 1]
 
 
+@pytest.mark.attack(1)
 def test_a_reply_that_is_not_finite_does_not_reach_the_server(tmp_path: Path) -> None:
     folder = write_federation(tmp_path / "federation", rounds=1)
 
@@ -407,6 +408,7 @@ values = st.recursive(
 KNOWN = ("client", "sizes", "architecture", "site", "numbers")
 
 
+@pytest.mark.attack(2)
 @given(values | st.fixed_dictionaries({}, optional=dict.fromkeys(KNOWN, values)))
 @example([1])
 def test_any_facts_are_an_introduction_or_refused(facts: Any) -> None:
@@ -416,7 +418,7 @@ def test_any_facts_are_an_introduction_or_refused(facts: Any) -> None:
         checked_numbers({"numbers": facts})
 
 
-@pytest.mark.attack(2, 9)
+@pytest.mark.attack(2, 9, 11)
 @pytest.mark.parametrize(
     ("kind", "lie"),
     [
@@ -536,6 +538,7 @@ def test_a_start_that_failed_does_not_block_the_folder(tmp_path: Path) -> None:
     assert run(folder, desk(folder)).summary["finished"]
 
 
+@pytest.mark.attack("evaluates-other-models")
 def test_who_evaluates_other_models_than_the_rest_is_not_counted(tmp_path: Path) -> None:
     folder = write_federation(tmp_path / "federation", rounds=1)
 

@@ -121,6 +121,7 @@ def assert_personal_models_of(folder: Path, reference: Result) -> None:
             assert torch.allclose(ours[name], tensor, rtol=1e-4, atol=1e-6), (client, name)
 
 
+@pytest.mark.attack(33)
 def test_three_sites_end_as_the_simulation_though_the_coordinator_is_killed(
     tmp_path: Path,
 ) -> None:

@@ -44,6 +44,7 @@ class Door:
         return {name: Envelope(self.asked[-1], facts=self.facts) for name in names}
 
 
+@pytest.mark.attack("other-sizes-on-coming-back")
 @pytest.mark.parametrize("trained", [False, True])
 def test_who_has_trained_cannot_come_back_with_other_sizes(tmp_path: Path, trained: bool) -> None:
     sizes = {"train": 20, "validation": 5, "test": 25}

@@ -105,7 +105,7 @@ def test_runs_do_not_touch_each_other(folder: Path) -> None:
     assert not torch.equal(weights(folder, "trial-2")["1.weight"], once["1.weight"])
 
 
-@pytest.mark.attack(27)
+@pytest.mark.attack(2, 27)
 @pytest.mark.parametrize(
     ("task", "reason"),
     [
@@ -220,6 +220,7 @@ def test_what_is_approved_is_what_somebody_has_seen(folder: Path) -> None:
         assert "is corrupt" in join(site(folder)).refusal
 
 
+@pytest.mark.attack(47)
 def test_a_corrupt_checkpoint_is_reported_not_replaced(folder: Path) -> None:
     join(site(folder))
     play(site(folder), 0)
@@ -273,6 +274,7 @@ def work_and_tell(folder: Path, ready: Any) -> None:
         play(here, round)
 
 
+@pytest.mark.attack(49)
 def test_kill_9_at_any_moment_leaves_a_whole_checkpoint(folder: Path) -> None:
     join(site(folder), replace(PLAN, rounds=1000))
     spawn = multiprocessing.get_context("spawn")

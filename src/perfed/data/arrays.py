@@ -15,7 +15,7 @@ from typing import IO, BinaryIO
 import numpy as np
 from numpy.lib import format as npy
 
-from perfed.core.errors import DataError, shape_text
+from perfed.core.errors import DataError, shape_text, shown
 from perfed.data.opening import open_file, reason
 
 MOST_UNPACKED = 1 << 30
@@ -67,10 +67,10 @@ def _members(file: BinaryIO, size: int) -> dict[str, np.ndarray]:
 def _check_members(members: list[zipfile.ZipInfo], size: int) -> None:
     for member in members:
         if member.flag_bits & ENCRYPTED:
-            raise DataError(f"'{member.filename}' is encrypted: save it without a password")
+            raise DataError(f"{shown(member.filename)} is encrypted: save it without a password")
         if member.compress_type not in PACKINGS:
             raise DataError(
-                f"'{member.filename}' is packed in a way that numpy does not write "
+                f"{shown(member.filename)} is packed in a way that numpy does not write "
                 f"(number {member.compress_type}): save it with numpy.savez"
             )
     unpacked = sum(member.file_size for member in members)  # no more than this is ever read
@@ -86,7 +86,7 @@ def _is_array(stream: IO[bytes], name: str) -> bool:
     start = stream.read(len(npy.MAGIC_PREFIX))
     stream.seek(0)
     if start != npy.MAGIC_PREFIX and name.endswith(".npy"):
-        raise DataError(f"'{name}' in it is no array")
+        raise DataError(f"{shown(name)} in it is no array")
     return start == npy.MAGIC_PREFIX
 
 
@@ -94,9 +94,9 @@ def _named_array(name: str, stream: IO[bytes], size: int) -> np.ndarray:
     try:
         return _array(stream, size)
     except DataError as error:
-        raise DataError(f"array '{name}': {error}") from None
+        raise DataError(f"array {shown(name)}: {error}") from None
     except Exception as error:  # as above
-        raise DataError(f"array '{name}' cannot be read: {reason(error)}") from None
+        raise DataError(f"array {shown(name)} cannot be read: {reason(error)}") from None
 
 
 def _array(stream: IO[bytes], size: int) -> np.ndarray:

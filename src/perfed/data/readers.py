@@ -9,6 +9,7 @@ import gzip
 import io
 import json
 import pickle
+import pickletools
 import tarfile
 import warnings
 import zlib
@@ -21,7 +22,7 @@ from typing import Any, BinaryIO, ClassVar, TypeVar
 
 import numpy as np
 
-from perfed.core.errors import DataError, shape_text
+from perfed.core.errors import DataError, cut, shape_text, shown
 from perfed.data.arrays import load_arrays
 from perfed.data.opening import file_content, open_file, reason
 
@@ -40,6 +41,7 @@ MOST_PIXELS = 50_000_000
 """Of a picture. Cameras make 12 to 48 million; each takes some 7 bytes while it is read."""
 MOST_IN_ARCHIVE = 1 << 29
 """Bytes that an archive may unpack to: those of CIFAR are 178 MiB, a third of it."""
+PUTS = ("PUT", "BINPUT", "LONG_BINPUT")  # how a pickle numbers its parts
 SPLITS = ("train", "val", "valid", "validation", "test")
 TFJS_PICTURES = (*(f"data_batch_{number}.png" for number in range(1, 6)), "test_batch.png")
 TFJS_LISTS = ("train_lables.json", "test_lables.json")  # sic
@@ -278,7 +280,8 @@ def read_npz(path: Path) -> Images:
     pixels = arrays.get("images", arrays.get("x"))
     labels = arrays.get("labels", arrays.get("y"))
     if pixels is None:
-        raise DataError(f"{path}: no array 'images' or 'x', only {', '.join(sorted(arrays))}")
+        there = cut(", ".join(map(shown, sorted(arrays))))
+        raise DataError(f"{path}: no array 'images' or 'x', only {there}")
     if pixels.dtype != np.uint8 or pixels.ndim != 4 or 3 not in (pixels.shape[1], pixels.shape[3]):
         raise DataError(
             f"{path}: images must be uint8, samples × height × width × 3 or "
@@ -375,8 +378,9 @@ def _picture_and_size(stream: BinaryIO, look: Look) -> tuple[np.ndarray, str]:
     Image = _pillow()
     try:
         with warnings.catch_warnings():
-            # What Pillow warns of is refused by as_array, in words.
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            # Too many pixels are refused by as_array, in words. What else Pillow warns of is
+            # what it could read all the same.
+            warnings.simplefilter("ignore")
             with Image.open(stream, formats=FORMATS) as picture:
                 return as_array(picture, look), shape_text((picture.height, picture.width))
     except Image.UnidentifiedImageError:
@@ -414,17 +418,26 @@ def unpickled_arrays(content: bytes) -> dict[Any, Any]:
     Anything else in it is refused, never looked up, never called.
     """
     try:
+        _check_memo(content)
         values = _ArrayUnpickler(io.BytesIO(content), encoding="bytes").load()
     except DataError:
         raise
     except Exception as error:  # a broken pickle can fail in any way
-        raise DataError(f"is no pickle that can be read: {error}") from None
+        raise DataError(f"is no pickle that can be read: {reason(error)}") from None
     if not isinstance(values, dict):
         raise DataError("holds no dictionary")
     return {
         key.decode("latin-1") if isinstance(key, bytes) else key: getattr(value, "array", value)
         for key, value in values.items()
     }
+
+
+def _check_memo(content: bytes) -> None:
+    """A pickle numbers what it comes back to, and pickle makes room up to the highest number: 58
+    bytes could take 12 GB. There are never more than there are bytes."""
+    for operation, number, _ in pickletools.genops(content):
+        if operation.name in PUTS and isinstance(number, int) and number > len(content):
+            raise ValueError(f"{len(content)} bytes cannot have a part number {number}")
 
 
 class _PickledType:
@@ -488,7 +501,7 @@ def _json_list(content: bytes) -> list[Any]:
     try:
         values = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"is not valid JSON: {error}") from None
+        raise DataError(f"is not valid JSON: {reason(error)}") from None
     if not isinstance(values, list):
         raise DataError("holds no list")
     return values

@@ -11,7 +11,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
 from perfed.core import tensorfile
 from perfed.core.message import Message
-from perfed.flower.protocol import Envelope, Header, Refused
+from perfed.flower.protocol import Envelope, Header, Refused, one_line
 
 ENCODING = "perfed.safetensors"
 LONGEST_FACTS = 2**20  # characters; a plan has a thousand
@@ -46,7 +46,8 @@ def decode(records: RecordDict, most: int | None = None) -> Envelope:
                 raise ValueError(f"a message of {len(array.data)} bytes: must be at most {most}")
             message = Message.from_arrays(tensorfile.decode(array.data, tensorfile.MESSAGE)[0])
     except tensorfile.MALFORMED as error:
-        raise Refused(f"not an envelope of perfed: {type(error).__name__}: {error}") from None
+        reason = one_line(f"not an envelope of perfed: {type(error).__name__}: {error}")
+        raise Refused(reason) from None
     return Envelope(header, message, facts, refusal)
 
 
