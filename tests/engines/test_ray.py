@@ -295,9 +295,9 @@ def test_what_workers_have_to_say_is_said_once(caplog: pytest.LogCaptureFixture)
 
 @pytest.mark.parametrize(
     ("algorithm", "error", "words"),
-    [(Noisy(), ConfigError, "one by one"), (Stopping(), StopIteration, None)],
+    [(Noisy(), ConfigError, "one by one"), (Stopping(), ConfigError, "raised StopIteration")],
 )
-def test_errors_come_out(algorithm: Algorithm, error: type[Exception], words: str | None) -> None:
+def test_errors_come_out(algorithm: Algorithm, error: type[Exception], words: str) -> None:
     experiment = tiny(algorithm="local", models=["mlp"])
     object.__setattr__(experiment, "algorithm", algorithm)
     simulation = Simulation(experiment, how=on(2))

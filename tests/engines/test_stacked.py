@@ -338,9 +338,9 @@ class Stopping(Algorithm):
 
 @pytest.mark.parametrize(
     ("algorithm", "error", "words"),
-    [(Noisy(), ConfigError, "one by one"), (Stopping(), StopIteration, None)],
+    [(Noisy(), ConfigError, "one by one"), (Stopping(), ConfigError, "raised StopIteration")],
 )
-def test_errors_come_out(algorithm: Algorithm, error: type[Exception], words: str | None) -> None:
+def test_errors_come_out(algorithm: Algorithm, error: type[Exception], words: str) -> None:
     experiment = tiny(algorithm="local", models=["mlp"])
     object.__setattr__(experiment, "algorithm", algorithm)
     with pytest.raises(error, match=words):
