@@ -38,7 +38,7 @@ EXTRAS = {
     "wandb": "--wandb (Weights & Biases)",
     "docs": "building the documentation",
 }
-FOR_DEVELOPERS = "dev"
+FOR_DEVELOPERS = ("dev", "fuzz")
 
 
 def examine() -> dict[str, Any]:
@@ -100,7 +100,7 @@ def extras_of(package: str) -> dict[str, list[str]]:
         requirement, _, marker = line.partition(";")
         if found := re.search(r"extra == ['\"]([\w-]+)['\"]", marker):
             extras.setdefault(found[1], []).append(requirement.strip())
-    return {name: extras[name] for name in sorted(extras) if name != FOR_DEVELOPERS}
+    return {name: extras[name] for name in sorted(extras) if name not in FOR_DEVELOPERS}
 
 
 def unmet(requirements: list[str]) -> list[str]:
