@@ -59,8 +59,9 @@ def train(request: Sgd) -> Trained:
                 directions, states[network] = optimizer.update(
                     gradients[network], own, states[network]
                 )
-                for name, param in own.items():
-                    param -= request.rate * directions[name]
+                # param -= rate * direction, for all of them: one call is faster than many.
+                moves = torch._foreach_mul([directions[name] for name in own], request.rate)
+                torch._foreach_sub_([*own.values()], moves)
     return Trained({name: weights.detached() for name, weights in models.items()}, states)
 
 
