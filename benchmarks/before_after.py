@@ -77,9 +77,9 @@ def worker(device: str) -> None:
     tell(bench.bench(device))
 
 
-def pair(old: str, new: str, device: str, turns: int) -> tuple[Any, dict[str, Seconds]]:
+def pair(sources: dict[str, str], device: str, turns: int) -> tuple[Any, dict[str, Seconds]]:
     """The new tree's result, and the seconds of both for whatever was timed."""
-    trees = {"before": Tree(old, device), "after": Tree(new, device)}
+    trees = {name: Tree(source, device) for name, source in sources.items()}
     said = {name: tree.ask() for name, tree in trees.items()}
     found: list[Seconds] = []
     while said["after"] == "waiting":
@@ -101,8 +101,10 @@ def pair(old: str, new: str, device: str, turns: int) -> tuple[Any, dict[str, Se
 
 def main(old: str, new: str, device: str = "cpu", pairs: str = "7", turns: str = "12") -> None:
     rows: dict[str, list[Seconds]] = {}
+    sources = {"before": old, "after": new}
     for _ in range(int(pairs)):
-        result, found = pair(old, new, device, int(turns))
+        result, found = pair(sources, device, int(turns))
+        sources = dict(reversed(sources.items()))  # which process is started first changes too
         for kind, seconds in found.items():
             rows.setdefault(kind, []).append(seconds)
             ratios = sorted(map(_ratio, rows[kind]))
