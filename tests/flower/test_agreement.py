@@ -226,6 +226,19 @@ def test_steps_of_an_algorithms_own_are_limited_too(folder: Path) -> None:
     assert "1000000000 steps a round, at most 10000" in invited(here, asked).refusal
 
 
+@pytest.mark.attack(23)
+def test_training_that_takes_too_long_ends_and_the_site_stays_as_it_was(folder: Path) -> None:
+    here = site(folder, agrees={"seconds": 1e-9})
+    assert not invited(here, plan()).refusal
+    before = {path: path.read_bytes() for path in folder.glob("state-0/*/checkpoint*")}
+    refusal = play(here, 0).refusal
+    assert (
+        "does not train for more than 1e-09 seconds in a round; agrees: {seconds: 2e-09}" in refusal
+    )
+    assert before == {path: path.read_bytes() for path in folder.glob("state-0/*/checkpoint*")}
+    assert not play(site(folder, agrees={"seconds": 60}), 0).refusal
+
+
 def test_a_site_may_agree_to_more(folder: Path) -> None:
     refusal = invited(site(folder), training(steps=20000)).refusal
     assert not invited(site(folder, **allowed_by(refusal)), training(steps=20000)).refusal

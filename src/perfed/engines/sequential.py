@@ -5,7 +5,7 @@ Every other engine is tested against this one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import repeat
 from typing import Any
 
@@ -28,6 +28,8 @@ class SequentialEngine(LocalEngine):
     """Performs one job after another, and answers every request at once."""
 
     name = "sequential"
+    before_step: Callable[[], None] = staticmethod(lambda: None)
+    """Called before each training step: whoever owns the engine may raise here, to end it."""
 
     def perform_jobs(self, jobs: Sequence[Job]) -> list[Any]:
         results = []
@@ -39,10 +41,12 @@ class SequentialEngine(LocalEngine):
 
     def answer(self, request: Request) -> Trained | Tensor:
         with self.precision.active(request.client.population.device):
-            return train(request) if isinstance(request, Sgd) else run_forward(request)
+            if isinstance(request, Sgd):
+                return train(request, self.before_step)
+            return run_forward(request)
 
 
-def train(request: Sgd) -> Trained:
+def train(request: Sgd, before_step: Callable[[], None]) -> Trained:
     optimizer = request.client.population.training.optimizer
     modules = _modules(request)
     # What the caller holds stays as it is.
@@ -52,6 +56,7 @@ def train(request: Sgd) -> Trained:
     states = dict(request.states)
     keys = step_keys([request])[0] if request.draws_numbers else repeat(None)
     for (private, public), key in zip(mini_batches(request), keys, strict=False):
+        before_step()
         with addressed(key):
             gradients = _gradients(request, networks, params, private, public)
         with torch.no_grad():

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +61,7 @@ class Agreement(Options):
     rounds: int = option(10_000, "most rounds", ge=1)
     clients: int = option(10_000, "most clients in the run", ge=1)
     learning_rate: float = option(1.0, "largest learning rate", gt=0)
+    seconds: float = option(3600.0, "most seconds of training in a round", gt=0)
     bytes_in: int = option(2**26, "most bytes of a message that comes", ge=1)
     bytes_out: int = option(2**26, "most bytes of a message that leaves", ge=1)
 
@@ -87,6 +89,19 @@ class Agreement(Options):
     def check_size(self, message: Message, way: str) -> None:
         """``way`` is ``in`` or ``out``."""
         self._check_limit(f"bytes_{way}", encoded_size(message.arrays), "bytes in a message")
+
+    def timer(self) -> Callable[[], None]:
+        """To be called now and then: raises Refused once more than ``seconds`` are over."""
+        end = time.monotonic() + self.seconds
+
+        def check() -> None:
+            if time.monotonic() > end:
+                raise Refused(
+                    f"this site does not train for more than {self.seconds:g} seconds in a round; "
+                    f"{_line('seconds', f'{2 * self.seconds:g}')}"
+                )
+
+        return check
 
     def _check_names(self, plan: Mapping[str, Any]) -> None:
         """Before anything is imported: a registry imports a name that has a colon."""

@@ -119,6 +119,7 @@ agrees:
   rounds: 10000
   clients: 10000
   learning_rate: 1.0
+  seconds: 3600       # most seconds of training in a round
   bytes_in: 67108864  # most bytes of one message that comes, and of one that leaves
   bytes_out: 67108864
 

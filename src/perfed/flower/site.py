@@ -501,7 +501,9 @@ class Site:
             link=Link(plan.wire if algorithm is plan.algorithm else (), plan.seed),
             trusts_server=False,
         )
-        population.engine = SequentialEngine()
+        engine = SequentialEngine()
+        engine.before_step = self.options.agrees.timer()
+        population.engine = engine
         if record is not None:
             population.commit({self.options.client: record})
         return population
