@@ -339,9 +339,8 @@ def losses_and_gradients(
     attached = {n: t.clone().requires_grad_(n in names) for n, t in tensors.items()}
     tensors = {n: t if n in names else t.detach() for n, t in attached.items()}
     logits = run(tensors, x)
-    loss = F.cross_entropy(logits.flatten(0, -2).float(), y.flatten(), reduction="sum")
-    if logits.dtype == torch.float64:
-        loss = F.cross_entropy(logits.flatten(0, -2), y.flatten(), reduction="sum")
+    wide = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
+    loss = F.cross_entropy(wide, y.flatten(), reduction="sum")
     found = torch.autograd.grad(loss, [attached[n] for n in names], materialize_grads=True)
     buffers = {n: t for n, t in tensors.items() if n not in names}
     return {"logits": logits.detach()} | dict(zip(names, found, strict=True)) | buffers

@@ -19,6 +19,7 @@ from perfed.core.errors import PerfedError, RunError
 from perfed.flower.ledger import APPROVED, Ledger
 from perfed.flower.plan import Plan, plan_hash, read_json
 from perfed.flower.protocol import Refused, one_line
+from perfed.runs.settings import flat
 
 MOST_SHOWN = 3  # changes in one line
 LONGEST_PART = 50  # characters of a key with its value, and of the value it becomes
@@ -91,15 +92,9 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _flat(values: Any, key: str = "") -> dict[str, str]:
-    """By dotted key, as JSON. A list is one value, but for one of keys and values."""
-    if isinstance(values, Mapping):
-        inner = [_flat(value, f"{key}.{name}" if key else name) for name, value in values.items()]
-    elif isinstance(values, list | tuple) and any(isinstance(value, Mapping) for value in values):
-        inner = [_flat(value, f"{key}[{number}]") for number, value in enumerate(values)]
-    else:
-        return {key: json.dumps(values, ensure_ascii=False)}
-    return {name: text for part in inner for name, text in part.items()}
+def _flat(values: Mapping[str, Any]) -> dict[str, str]:
+    """As JSON."""
+    return {key: json.dumps(value, ensure_ascii=False) for key, value in flat(values).items()}
 
 
 def _value(flat: Mapping[str, str], key: str) -> str:

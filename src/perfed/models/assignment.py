@@ -35,7 +35,8 @@ class Models(Options):
     """``architectures`` from the smallest to the largest, and how they are dealt out."""
 
     architectures: tuple[Architecture, ...] = option(
-        ("mlp",), "the networks in use, smallest first"
+        ("mlp",),
+        "the networks in use, smallest first; 'models: htfe2' (or 3, 4, 8, 9): a group of HtFLlib's",
     )
     assign: Literal["by-size", "shares", "in-turn", "list"] = option(
         "by-size",

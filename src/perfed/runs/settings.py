@@ -107,12 +107,12 @@ def _may_change(key: str) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in MAY_CHANGE)
 
 
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted keys."""
-    result: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            result |= flat(value, f"{prefix}{key}.")
-        else:
-            result[f"{prefix}{key}"] = value
-    return result
+def flat(values: Any, key: str = "") -> dict[str, Any]:
+    """By dotted key. A list is one value, but for one that holds keys and values."""
+    if isinstance(values, Mapping):
+        inner = [flat(value, f"{key}.{name}" if key else name) for name, value in values.items()]
+    elif isinstance(values, list | tuple) and any(isinstance(value, Mapping) for value in values):
+        inner = [flat(value, f"{key}[{number}]") for number, value in enumerate(values)]
+    else:
+        return {key: values}
+    return {name: value for part in inner for name, value in part.items()}
