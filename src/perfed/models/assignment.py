@@ -36,7 +36,7 @@ class Models(Options):
 
     architectures: tuple[Architecture, ...] = option(
         ("mlp",),
-        "the networks in use, smallest first; 'models: htfe2' (or 3, 4, 8, 9): a group of HtFLlib's",
+        "the networks in use, smallest first; 'models: htfe2' (3, 4, 8, 9): a group of HtFLlib's",
     )
     assign: Literal["by-size", "shares", "in-turn", "list"] = option(
         "by-size",
