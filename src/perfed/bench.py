@@ -30,6 +30,7 @@ from perfed.core.schema import from_mapping
 from perfed.core.threads import cpu_threads
 from perfed.engines import Execution
 from perfed.engines.execution import fitting_threads
+from perfed.engines.precision import PRECISIONS
 from perfed.runs.directory import environment
 from perfed.runs.simulation import Simulation
 
@@ -224,15 +225,16 @@ def peak_flops(device: torch.device) -> dict[str, float]:
     size = 8192 if device.type == "cuda" else 2048
     dtypes = {"float32": torch.float32}
     if device.type == "cuda":
-        dtypes["bf16"] = torch.bfloat16
+        dtypes |= {"tf32": torch.float32, "bf16": torch.bfloat16}
     rates = {}
     for name, dtype in dtypes.items():
         left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
 
         def product(left: Tensor = left, right: Tensor = right) -> None:
-            left @ right
+            torch.mm(left, right)
 
-        rates[name] = 2 * size**3 / timed(product, device, repeats=20)[1]
+        with PRECISIONS[name].active(device):
+            rates[name] = 2 * size**3 / timed(product, device, repeats=20)[1]
     return rates
 
 
