@@ -44,7 +44,9 @@ def losses(device: str, engine: str, **changes: Any) -> list[float]:
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("autocast", [False, True], ids=["float64", "bf16"])
 def test_a_stacked_layer_is_what_one_client_at_a_time_gives(name: str, autocast: bool) -> None:
-    dtype, tolerance = (torch.float32, 0.1) if autocast else (torch.float64, 1e-10)
+    # On a GPU torch's weight norm computes in float32 even here.
+    exact = 1e-6 if name == "weight norm" else 1e-10
+    dtype, tolerance = (torch.float32, 0.1) if autocast else (torch.float64, exact)
     compare(name, dtype, "cuda", tolerance, autocast)
 
 

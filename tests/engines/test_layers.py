@@ -367,7 +367,9 @@ def compare(
             logits: Tensor = vmap(function, randomness="different")(tensors, x)
             return logits
 
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=autocast):
+        # cuDNN has no gradients of recurrent layers in evaluation.
+        without_cudnn = torch.backends.cudnn.flags(enabled=False)
+        with without_cudnn, torch.autocast(x.device.type, torch.bfloat16, enabled=autocast):
             each = []
             for k, tensors in enumerate(clients):
                 with addressed(keys[k]):
@@ -375,10 +377,14 @@ def compare(
             together = {n: torch.stack([one[n] for one in clients]) for n in clients[0]}
             with addressed(keys):
                 at_once = losses_and_gradients(mapped, together, names, x, y)
+        # In front of BatchNorm a bias has no gradient, only rounding.
+        floor = max(
+            1e-3, 0.05 * max(float(one.double().norm()) for one in at_once.values()) * autocast
+        )
         for what, stack in at_once.items():
             reference = torch.stack([one[what] for one in each]).double()
             difference = (stack.double() - reference).norm()
-            assert difference <= tolerance * (reference.norm() + 1e-3), (what, training)
+            assert difference <= tolerance * (reference.norm() + floor), (what, training)
 
 
 @pytest.mark.parametrize("name", LAYERS)

@@ -11,19 +11,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from perfed.core.streams import BITS, random_bits, substream
 
 Draw = Callable[[Sequence[int]], Tensor]  # so many random bits for each element of this shape
 _aten = torch.ops.aten
+_RECURRENT = (torch.gru, torch.lstm, torch.rnn_tanh, torch.rnn_relu)
 
 
 class DispatchMode(TorchDispatchMode):
@@ -72,9 +74,21 @@ def addressed(keys: Tensor | None) -> Iterator[None]:
     if keys is None:
         yield
         return
-    # Fused attention has generators of its own.
-    with sdpa_kernel(SDPBackend.MATH), _Addressed(keys):
+    # Fused attention and cuDNN's recurrent layers have generators of their own.
+    recurrent = _PlainRecurrent() if keys.is_cuda else nullcontext()
+    with sdpa_kernel(SDPBackend.MATH), recurrent, _Addressed(keys):
         yield
+
+
+class _PlainRecurrent(TorchFunctionMode):
+    """Inside, recurrent layers run without cuDNN."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        plain = function in _RECURRENT
+        with torch.backends.cudnn.flags(enabled=False) if plain else nullcontext():
+            return function(*args, **(kwargs or {}))
 
 
 class _Addressed(DispatchMode):

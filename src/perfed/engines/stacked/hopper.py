@@ -84,7 +84,8 @@ def _last(x: Tensor) -> Tensor:
 
 
 def _first(x: Tensor) -> Tensor:
-    return x.permute(0, 1, 4, 2, 3)
+    """(n, b, h, w, c) → (n, b, c, h, w), and no view of it: what follows may work in place."""
+    return x.permute(0, 1, 4, 2, 3).data
 
 
 def conv2d(

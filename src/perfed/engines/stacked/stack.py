@@ -42,6 +42,19 @@ from perfed.engines.stacked.layers import (
 from perfed.engines.stacked.mappable import make_mappable
 
 
+class Bounds(NamedTuple):
+    """How far a mapped module may be from one client alone, by the size of each tensor."""
+
+    outputs: float
+    gradients: float
+
+
+PRECISE = Bounds(1e-6, 1e-6)
+"""In float64. On a GPU torch's weight norm computes in float32 even there."""
+ROUGH = Bounds(1e-2, 0.2)
+"""In float32: differences grow with depth. What cannot be mapped is off by far more."""
+
+
 class StackedModule:
     """Copies of a module for training and for evaluation, with the rules for stacks."""
 
@@ -59,6 +72,12 @@ class StackedModule:
 
     def _obstacle(self, module: nn.Module, x: Tensor) -> str | None:
         """Why the module cannot be mapped, found by trying: two clients against one."""
+        wide = x.double() if x.is_floating_point() else x
+        if self._tried(copy.deepcopy(module).double(), wide, PRECISE) is None:
+            return None
+        return self._tried(module, x, ROUGH)  # some modules insist on their own precision
+
+    def _tried(self, module: nn.Module, x: Tensor, bounds: Bounds) -> str | None:
         devices = [x.device] if x.is_cuda else []
         try:
             with torch.random.fork_rng(devices):  # whoever asked keeps the numbers that are next
@@ -67,13 +86,18 @@ class StackedModule:
                     name: t.detach() + 0.1 * torch.randn(t.shape).to(t)
                     for name, t in module.named_parameters()
                 }
-                return self._difference(module, moved | dict(module.named_buffers()), x)
+                tensors = moved | dict(module.named_buffers())
+                # cuDNN has no gradients of recurrent layers in evaluation.
+                with torch.backends.cudnn.flags(enabled=False):
+                    return self._difference(module, tensors, x, bounds)
         except Exception as error:  # whatever a user's module can stumble over
             if "randomness" in str(error):
                 return "it draws random numbers in a way that has no stream for each client"
             return str(error).split("\n")[0].split(". ")[0]
 
-    def _difference(self, module: nn.Module, one: dict[str, Tensor], x: Tensor) -> str | None:
+    def _difference(
+        self, module: nn.Module, one: dict[str, Tensor], x: Tensor, bounds: Bounds
+    ) -> str | None:
         two = {name: torch.stack([t, t]) for name, t in one.items()}
         both, key = torch.stack([x, x]), torch.tensor([1, 1], device=x.device)
         names = [name for name, _ in module.named_parameters()]
@@ -86,10 +110,10 @@ class StackedModule:
                 )
             with addressed(key):
                 mapped = _outputs_and_gradients(forward, two, names, both)
-            if not _all_close(mapped, plain):
+            if not _all_close(mapped, plain, bounds):
                 return "mapped over clients it gives other numbers"
         halves = [forward(_copied(two), part) for part in both.chunk(2, 1)]
-        if not _all_close([torch.cat(halves, 1)], plain[:1]):
+        if not _all_close([torch.cat(halves, 1)], plain[:1], bounds):
             return "in evaluation its output for a sample depends on other samples"
         return None
 
@@ -155,15 +179,13 @@ def _outputs_and_gradients(
     return [logits.detach(), *gradients]
 
 
-def _all_close(mapped: Sequence[Tensor], plain: Sequence[Tensor]) -> bool:
-    """By the size of each tensor, and no finer than cuDNN's convolutions, which round to eleven
-    bits by default. In gradients of deep networks that grows; but what cannot be mapped is off by
-    far more."""
+def _all_close(mapped: Sequence[Tensor], plain: Sequence[Tensor], bounds: Bounds) -> bool:
+    """By the size of each tensor."""
     norms = [float(t.norm()) for t in plain]
     floor = 1e-3 * max(1.0, *norms)
-    bounds = [1e-2, *[0.2] * (len(plain) - 1)]
+    allowed = [bounds.outputs, *[bounds.gradients] * (len(plain) - 1)]
     differences = [float((a - b).norm()) for a, b in zip(mapped, plain, strict=True)]
-    together = zip(differences, norms, bounds, strict=True)
+    together = zip(differences, norms, allowed, strict=True)
     return all(difference <= bound * (norm + floor) for difference, norm, bound in together)
 
 
