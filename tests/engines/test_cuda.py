@@ -15,7 +15,8 @@ from perfed.core.algorithm import Client
 from perfed.core.channel import Channel
 from perfed.core.message import Message
 from perfed.core.schema import from_mapping
-from perfed.engines.stacked.layers import Tensors, chain_of, run_chain
+from perfed.engines.stacked.layers import Tensors
+from perfed.engines.stacked.plan import plan_of
 from perfed.engines.stacked.stack import StackedModule
 from perfed.runs.simulation import Simulation
 from tests.conftest import spec, tiny
@@ -172,8 +173,8 @@ def test_the_kernels_give_what_pytorch_gives() -> None:
         torch.nn.ReLU(),
     ]
     module = torch.nn.Sequential(*layers).cuda().train()
-    chain = chain_of(module)
-    assert chain is not None
+    plan = plan_of(module)
+    assert plan is not None
     stacked = {
         name: torch.stack([t.detach(), t.detach()])
         for name, t in (*module.named_parameters(), *module.named_buffers())
@@ -181,7 +182,7 @@ def test_the_kernels_give_what_pytorch_gives() -> None:
     weight = stacked["0.weight"].requires_grad_()
     x = torch.randn(2, 64, 3, 32, 32, device="cuda")
     with torch.autocast("cuda", torch.bfloat16):
-        fast = run_chain(chain, Tensors(stacked), x)
+        fast = plan.run(Tensors(stacked), x)
     (found,) = torch.autograd.grad(fast.float().square().mean(), weight)
     plain = torch.stack([module(images) for images in x])
     (wanted,) = torch.autograd.grad(plain.square().mean(), module[0].weight)

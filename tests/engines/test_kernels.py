@@ -19,7 +19,8 @@ SCRIPT = """
 import torch
 from torch import nn
 from perfed.engines.stacked import hopper
-from perfed.engines.stacked.layers import Tensors, chain_of, run_chain
+from perfed.engines.stacked.layers import Tensors
+from perfed.engines.stacked.plan import plan_of
 
 module = nn.Sequential(
     nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
@@ -40,12 +41,12 @@ def results(kernels, training, first, diverged=None):
         if diverged is not None:
             own[name][diverged] = torch.nan
         own[name].requires_grad_()
-    chain = chain_of(module.train(training))
+    plan = plan_of(module.train(training))
     tensors = Tensors(own) if first is None else Tensors(own, first, rest)
     if not training:
         with torch.no_grad():
-            return [run_chain(chain, tensors, x)]
-    y = run_chain(chain, tensors, x)
+            return [plan.run(tensors, x)]
+    y = plan.run(tensors, x)
     # The biases in front of BatchNorm have no gradient but for rounding.
     names = [n for n, t in own.items() if t.requires_grad and n not in ("0.bias", "4.bias")]
     weigh = torch.linspace(-1, 1, y.numel()).view_as(y)

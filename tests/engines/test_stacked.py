@@ -7,6 +7,7 @@ import gc
 import json
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,6 +26,7 @@ from perfed.core.message import Message
 from perfed.core.tree import flatten
 from perfed.engines.stacked import StackedEngine
 from perfed.engines.stacked.engine import JobStreams
+from perfed.engines.stacked.plan import Plan
 from perfed.engines.stacked.recorded import without_collection
 from perfed.engines.stacked.requests import objective_key
 from perfed.runs.simulation import Simulation
@@ -468,14 +470,14 @@ def test_private_and_public_samples_share_a_pass_only_where_both_are_asked_for()
         population = simulation.population
         (architecture,) = population.modules
         module = simulation.engine.module_of(population, architecture)  # type: ignore[attr-defined]
-        flatten_layer = module.chains[True][0]
-        rule = flatten_layer[0]
+        first, *others = module.plans[True].steps
 
         def spying(layer: Any, tensors: Any, at: str, x: Tensor) -> Tensor:
             seen.append(tuple(x.shape[:2]))
-            return rule(layer, tensors, at, x)
+            y: Tensor = first.rule(layer, tensors, at, x)
+            return y
 
-        module.chains[True][0] = (spying, *flatten_layer[1:])
+        module.plans[True] = Plan((replace(first, rule=spying), *others))
         play(simulation, 1)
         return seen[-2:]  # the two steps; before them is the trial
 

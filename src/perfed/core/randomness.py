@@ -37,8 +37,14 @@ class DispatchMode(TorchDispatchMode):
         return False
 
 
-def is_random(operation: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in operation.tags
+def is_random(operation: Any, args: Sequence[Any] = (), kwargs: Any = None) -> bool:
+    """Whether an operation draws random numbers. Fused attention may, and does not without
+    dropout."""
+    if torch.Tag.nondeterministic_seeded not in operation.tags:
+        return False
+    names = [argument.name for argument in operation._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | (kwargs or {})
+    return "dropout_p" not in names or bool(given.get("dropout_p", 0.0))
 
 
 def draws_numbers(module: nn.Module, x: Tensor) -> bool:
@@ -63,7 +69,7 @@ class _Watch(DispatchMode):
     def __torch_dispatch__(
         self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        self.found |= is_random(operation)
+        self.found |= is_random(operation, args, kwargs)
         return operation(*args, **(kwargs or {}))
 
 
@@ -103,7 +109,7 @@ class _Addressed(DispatchMode):
         rule = _RULES.get(operation)
         if rule is not None:
             return rule(self._draw, *args, **(kwargs or {}))
-        if is_random(operation) and self._keys.ndim:
+        if is_random(operation, args, kwargs) and self._keys.ndim:
             raise RuntimeError(f"randomness of {operation.name()}, which has no addressed stream")
         return operation(*args, **(kwargs or {}))
 

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call, no-any-return"
-"""Convolution and BatchNorm of a stack on a Hopper GPU in half precision.
+"""Convolutions and norms of a stack on a Hopper GPU in half precision.
 
 Images are logically (n, b, c, h, w) and lie in memory as (n, b, h, w, c); convolution weights are
 logically (n, o, c, kh, kw) and lie as (n, o, kh, kw, c). What lies otherwise costs a copy.
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 try:
+    from perfed.engines.stacked import triton_depthwise, triton_norms
     from perfed.engines.stacked import triton_kernels as kernels
 except ImportError:  # no Triton on this machine
     kernels = None  # type: ignore[assignment]
@@ -40,6 +41,12 @@ def usable(x: Tensor) -> bool:
         and x.numel() // x.shape[0] < 2**30  # offsets within a client are 32 bits wide
         and _works(x.device)
     )
+
+
+def normalises(x: Tensor) -> bool:
+    """Whether the kernels for norms of vectors can be used, in float32 as well."""
+    kinds = (torch.float32, torch.bfloat16, torch.float16)
+    return kernels is not None and x.is_cuda and x.dtype in kinds and _works(x.device)
 
 
 @functools.cache
@@ -102,10 +109,15 @@ def conv2d(
     BatchNorm with batch statistics follows; computing it costs one more pass over the gradient.
     """
     out, channels, height, width = weight.shape[1:]
-    small = kernels.patch_size(height, width, channels) <= SMALL_PATCH
-    aligned = geometry[0] == (1, 1) and channels % 8 == out % 8 == 0  # for the copy engine
-    if x.requires_grad if small else not aligned:
-        return None
+    patch = kernels.patch_size(height, width, channels)
+    small = patch <= SMALL_PATCH and not x.requires_grad
+    if not small:
+        if channels % 8 or out % 8:  # the copy engine needs it
+            return None
+        n, batch, _, *size = x.shape
+        images, matrices = (n, batch, *size, channels), (n, out, height, width, channels)
+        if geometry[0] != (1, 1) and not kernels.strides(images, matrices, geometry):
+            return None
     moments: list[Any] = []
     y: Tensor = Convolution.apply(x, weight, bias, geometry, small, bias_grad, moments)
     y._moments = (moments[0], y._version)  # type: ignore[attr-defined]
@@ -137,7 +149,7 @@ class Convolution(torch.autograd.Function):
         if small:
             y, found = kernels.small_forward(x, weight, bias, *geometry)
         else:
-            y, found = kernels.conv_forward(x, weight, bias, *geometry[1:])
+            y, found = kernels.conv_forward(x, weight, bias, geometry)
         moments.append(found)
         return _first(y)
 
@@ -150,16 +162,82 @@ class Convolution(torch.autograd.Function):
             if ctx.small:
                 dw = kernels.small_weight_grad(x, grad, weight.shape[2:], *ctx.geometry)
             else:
-                dw = kernels.conv_weight_grad(x, grad, weight.shape[2:4], *ctx.geometry[1:])
+                dw = kernels.conv_weight_grad(x, grad, weight.shape[2:4], ctx.geometry)
             dw = _first(dw)
         if ctx.needs_input_grad[0]:
-            dx = _first(kernels.conv_input_grad(grad, weight, x.shape[2:4], *ctx.geometry[1:]))
+            dx = _first(kernels.conv_input_grad(grad, weight, x.shape[2:4], ctx.geometry))
         if ctx.needs_input_grad[2]:
             if ctx.bias_grad:
                 db = grad.flatten(1, 3).sum(1, dtype=torch.float32).to(ctx.bias_dtype)
             else:
                 db = grad.new_zeros(weight.shape[:2], dtype=ctx.bias_dtype)
         return dx, dw, db, None, None, None, None
+
+
+def depthwise(
+    x: Tensor, weight: Tensor, bias: Tensor | None, geometry: tuple[Pair, Pair, Pair]
+) -> Tensor:
+    """A convolution with a kernel (n, c, 1, kh, kw) for each channel."""
+    moments: list[Any] = []
+    y: Tensor = Depthwise.apply(x, weight, bias, geometry, moments)
+    y._moments = (moments[0], y._version)  # type: ignore[attr-defined]
+    return y
+
+
+class Depthwise(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        geometry: tuple[Pair, Pair, Pair],
+        moments: list[Any],
+    ) -> Tensor:
+        x, weight = _last(x), weight.squeeze(2).contiguous()
+        bias = None if bias is None else bias.contiguous()
+        ctx.save_for_backward(x, weight)
+        ctx.geometry, ctx.bias_dtype = geometry, None if bias is None else bias.dtype
+        y, found = triton_depthwise.depthwise_forward(x, weight, bias, geometry)
+        moments.append(found)
+        return _first(y)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        grad = _last(grads[0])
+        size, kernel = tuple(x.shape[2:4]), tuple(weight.shape[2:])
+        dx = dw = db = None
+        if ctx.needs_input_grad[0]:
+            dx = triton_depthwise.depthwise_input_grad(grad, weight, size, ctx.geometry)
+            dx = _first(dx)
+        if ctx.needs_input_grad[1]:
+            dw = triton_depthwise.depthwise_weight_grad(x, grad, kernel, ctx.geometry).unsqueeze(2)
+        if ctx.needs_input_grad[2]:
+            db = grad.flatten(1, 3).sum(1, dtype=torch.float32).to(ctx.bias_dtype)
+        return dx, dw, db, None, None
+
+
+class Deferred:
+    """A normalisation that has not been applied yet: what comes next can run in the same kernel,
+    forward and backward. Each of these says None where it cannot."""
+
+    def __init__(self, shape: torch.Size) -> None:
+        self.shape = shape
+
+    def plus(self, other: Tensor) -> Deferred | None:
+        return None
+
+    def rectified(self, relu: int) -> Deferred | None:
+        """By a ReLU, or a ReLU6 where ``relu`` is 6."""
+        return None
+
+    def pooled(self) -> Tensor | None:
+        """Maxima of 2×2."""
+        return None
+
+    def value(self) -> Tensor:
+        raise NotImplementedError
 
 
 def batch_norm(
@@ -182,7 +260,7 @@ def batch_norm(
         momentum,
         eps,
     )
-    return Deferred(x, (weight.contiguous(), bias.contiguous(), mean, inv), first)
+    return BatchNormed(x, (weight.contiguous(), bias.contiguous(), mean, inv), first)
 
 
 def batch_norm_evaluating(
@@ -190,78 +268,151 @@ def batch_norm_evaluating(
 ) -> Deferred:
     """With given statistics, and no gradient."""
     statistics = mean.contiguous(), (variance + eps).rsqrt().contiguous()
-    parameters = (weight.contiguous(), bias.contiguous(), *statistics)
-    return Deferred(x, parameters, x.shape[1], tracked=False)
+    return BatchNormed(x, (weight.contiguous(), bias.contiguous(), *statistics), x.shape[1])
 
 
-class Deferred:
-    """A normalisation whose statistics are known but which has not been applied yet.
-
-    A ReLU and a 2×2 maximum that come next then run in the same kernel, forward and backward.
-    """
-
+class BatchNormed(Deferred):
     def __init__(
         self,
         x: Tensor,
         parameters: tuple[Tensor, ...],
         first: int,
-        *,
-        tracked: bool = True,
-        rectified: bool = False,
+        added: Tensor | None = None,
+        relu: int = 0,
     ) -> None:
+        super().__init__(x.shape)
         self._x, self._parameters, self._first = x, parameters, first
-        self._tracked, self._rectified = tracked, rectified
-        self.shape = x.shape
+        self._added, self._relu = added, relu
 
-    def relu(self) -> Deferred:
-        return Deferred(
-            self._x, self._parameters, self._first, tracked=self._tracked, rectified=True
-        )
+    def plus(self, other: Tensor) -> Deferred | None:
+        if self._added is not None or self._relu or other.shape != self.shape:
+            return None
+        if other.dtype != self._x.dtype:  # the sum would be in the wider of the two
+            return None
+        return BatchNormed(self._x, self._parameters, self._first, other)
+
+    def rectified(self, relu: int) -> Deferred | None:
+        if self._relu:
+            return None
+        return BatchNormed(self._x, self._parameters, self._first, self._added, relu)
+
+    def pooled(self) -> Tensor | None:
+        return self._applied(pool=True) if self._added is None else None
 
     def value(self) -> Tensor:
         return self._applied(pool=False)
 
-    def pooled(self) -> Tensor:
-        return self._applied(pool=True)
-
     def _applied(self, pool: bool) -> Tensor:
-        if self._tracked:
-            y: Tensor = Normalisation.apply(
-                self._x, *self._parameters, self._first, self._rectified, pool
-            )
-            return y
-        weight, bias, mean, inv = self._parameters
-        plain, _ = kernels.norm_apply(
-            _last(self._x), mean, inv, weight, bias, self._first, self._rectified, pool
+        after = kernels.After(self._relu, pool)
+        y: Tensor = BatchNormalisation.apply(
+            self._x, self._added, *self._parameters, self._first, after
         )
-        return _first(plain)
+        return y
 
 
-class Normalisation(torch.autograd.Function):
-    """Normalise with batch statistics, then ReLU and 2×2 maximum as asked."""
+class BatchNormalisation(torch.autograd.Function):
+    """Normalise with these statistics, and what comes after."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
+        added: Tensor | None,
         weight: Tensor,
         bias: Tensor,
         mean: Tensor,
         inv: Tensor,
         first: int,
-        relu: bool,
-        pool: bool,
+        after: Any,
     ) -> Tensor:
         x = _last(x)
-        y, winners = kernels.norm_apply(x, mean, inv, weight, bias, first, relu, pool, keep=True)
-        ctx.save_for_backward(x, winners, weight, bias, mean, inv)
-        ctx.options = (first, relu, pool)
+        other = None if added is None else _last(added)
+        keep = any(ctx.needs_input_grad)
+        y, winners = kernels.norm_apply(x, mean, inv, weight, bias, first, after, other, keep)
+        y = _first(y)
+        output = y if added is not None and after.relu else None
+        ctx.save_for_backward(x, winners, weight, bias, mean, inv, output)
+        ctx.first, ctx.after = first, after
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, winners, weight, bias, mean, inv, output = ctx.saved_tensors
+        dx, dw, db, passed = kernels.norm_backward(
+            _last(grads[0]),
+            x,
+            winners,
+            mean,
+            inv,
+            weight,
+            bias,
+            ctx.first,
+            ctx.after,
+            None if output is None else _last(output),
+        )
+        of_added = _first(passed) if ctx.needs_input_grad[1] else None
+        nothing = None, None, None, None
+        return _first(dx), of_added, dw.to(weight.dtype), db.to(bias.dtype), *nothing
+
+
+def group_norm(x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float) -> Deferred:
+    return GroupNormed(x, weight.contiguous(), bias.contiguous(), groups, eps)
+
+
+class GroupNormed(Deferred):
+    def __init__(
+        self, x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, relu: bool = False
+    ) -> None:
+        super().__init__(x.shape)
+        self._all = x, weight, bias, groups, eps
+        self._relu = relu
+
+    def rectified(self, relu: int) -> Deferred | None:
+        return GroupNormed(*self._all, True) if relu == 1 and not self._relu else None
+
+    def value(self) -> Tensor:
+        y: Tensor = GroupNormalisation.apply(*self._all, self._relu)
+        return y
+
+
+class GroupNormalisation(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, relu: bool
+    ) -> Tensor:
+        x = _last(x)
+        y, mean, inv = triton_norms.group_norm(x, weight, bias, groups, eps, relu)
+        ctx.save_for_backward(x, mean, inv, weight, bias)
+        ctx.relu = relu
         return _first(y)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, winners, weight, bias, mean, inv = ctx.saved_tensors
-        dx, dw, db = kernels.norm_backward(
-            _last(grads[0]), x, winners, mean, inv, weight, bias, *ctx.options
+        x, mean, inv, weight, bias = ctx.saved_tensors
+        dx, dw, db = triton_norms.group_norm_backward(
+            _last(grads[0]), x, mean, inv, weight, bias, ctx.relu
         )
-        return _first(dx), dw.to(weight.dtype), db.to(bias.dtype), None, None, None, None, None
+        return _first(dx), dw.to(weight.dtype), db.to(bias.dtype), None, None, None
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Over the last dimension of (n, …, d), in float32, as under ``torch.autocast``."""
+    rows = x.reshape(x.shape[0], -1, x.shape[-1])
+    y: Tensor = LayerNormalisation.apply(rows, weight.contiguous(), bias.contiguous(), eps)
+    return y.view(x.shape)
+
+
+class LayerNormalisation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        x = x.contiguous()
+        ctx.save_for_backward(x, weight)
+        ctx.eps, ctx.bias_dtype = eps, bias.dtype
+        return triton_norms.layer_norm(x, weight, bias, eps, torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        dx, dw, db = triton_norms.layer_norm_backward(grad, x, weight, ctx.eps)
+        return dx, dw.to(weight.dtype), db.to(ctx.bias_dtype), None

@@ -1,16 +1,15 @@
 """The layers that matter, for a stack of models: tensor ``t[k]`` belongs to client *k*.
 
 A rule computes one kind of layer for all clients of a stack at once, ``(n, batch, …) → (n, batch,
-…)``. A module made of such layers only runs on its rules alone. In any other module, those layers
-that have a rule use it, and PyTorch's own batching rules (``torch.func.vmap``) do the rest.
+…)``. A module made of such layers only runs on its rules alone (:mod:`.plan`). In any other module,
+those parts that have rules use them, and PyTorch's own batching rules (``torch.func.vmap``) do the
+rest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from torch.nn import functional as F
 
 from perfed.engines.stacked import hopper
 from perfed.engines.stacked.hopper import Deferred
-from perfed.engines.stacked.lanes import physical
 from perfed.engines.stacked.mappable import unbiasing
 from perfed.engines.stacked.operations import (
     PATCHES_LIMIT,
@@ -34,8 +32,7 @@ from perfed.engines.stacked.operations import (
     output_size,
 )
 
-Rule = Callable[[Any, "Tensors", str, Any], Any]  # (layer, stacked tensors, prefix, input)
-Chain = list[tuple[Rule, nn.Module, str]]
+Rule = Callable[..., Any]  # (layer, stacked tensors, prefix, inputs)
 
 
 @dataclass(frozen=True)
@@ -76,8 +73,36 @@ def _elementwise(layer: nn.Module, tensors: Tensors, at: str, x: Tensor) -> Tens
     return y
 
 
-def _relu(layer: nn.ReLU, tensors: Tensors, at: str, x: Tensor | Deferred) -> Tensor | Deferred:
-    return x.relu()
+def _elementwise_copied(layer: nn.Module, tensors: Tensors, at: str, x: Tensor) -> Tensor:
+    """A layer that works in place may be given what another still needs."""
+    y: Tensor = layer(x.clone())
+    return y
+
+
+def relu(layer: Any, tensors: Tensors, at: str, x: Tensor | Deferred) -> Tensor | Deferred:
+    return _rectified(x, 1) or F.relu(_value(x))
+
+
+def relu6(layer: Any, tensors: Tensors, at: str, x: Tensor | Deferred) -> Tensor | Deferred:
+    return _rectified(x, 6) or F.relu6(_value(x))
+
+
+def _rectified(x: Tensor | Deferred, kind: int) -> Deferred | None:
+    return x.rectified(kind) if isinstance(x, Deferred) else None
+
+
+def _value(x: Tensor | Deferred) -> Tensor:
+    return x.value() if isinstance(x, Deferred) else x
+
+
+def add(
+    layer: None, tensors: Tensors, at: str, x: Tensor | Deferred, other: Tensor | Deferred
+) -> Tensor | Deferred:
+    if isinstance(other, Deferred) and not isinstance(x, Deferred):
+        x, other = other, x
+    plain = _value(other)
+    joined = x.plus(plain) if isinstance(x, Deferred) else None
+    return joined or _value(x) + plain
 
 
 def _flatten(layer: nn.Flatten, tensors: Tensors, at: str, x: Tensor) -> Tensor:
@@ -87,7 +112,7 @@ def _flatten(layer: nn.Flatten, tensors: Tensors, at: str, x: Tensor) -> Tensor:
     return x.flatten(outside(layer.start_dim), outside(layer.end_dim))
 
 
-def _conv2d(
+def conv2d(
     layer: nn.Conv2d, tensors: Tensors, at: str, x: Tensor, bias_grad: bool = True
 ) -> Tensor:
     x, weight = in_precision(x, tensors[at + "weight"])
@@ -109,7 +134,57 @@ def _conv2d(
     return y if bias is None else y + bias[:, None, :, None, None].to(y.dtype)
 
 
-def _batch_norm(layer: nn.BatchNorm2d, tensors: Tensors, at: str, x: Tensor) -> Tensor | Deferred:
+def _grouped_conv2d(layer: nn.Conv2d, tensors: Tensors, at: str, x: Tensor) -> Tensor:
+    """All clients' channels side by side, with as many times the groups."""
+    x, weight = in_precision(x, tensors[at + "weight"])
+    bias = None if layer.bias is None else tensors[at + "bias"]
+    geometry: tuple[Any, ...] = (layer.stride, layer.padding, layer.dilation)
+    if layer.groups == layer.in_channels == layer.out_channels and hopper.usable(x):
+        return hopper.depthwise(x, weight, bias, geometry)
+    n, batch = x.shape[:2]
+    y = F.conv2d(
+        x.transpose(0, 1).flatten(1, 2),
+        weight.flatten(0, 1),
+        None if bias is None else bias.flatten().to(weight.dtype),
+        layer.stride,
+        layer.padding,
+        layer.dilation,
+        n * layer.groups,
+    )
+    z: Tensor = y.view(batch, n, -1, *y.shape[2:]).transpose(0, 1)
+    return z
+
+
+def _group_norm(layer: nn.GroupNorm, tensors: Tensors, at: str, x: Tensor) -> Tensor | Deferred:
+    wide = (x.shape[0], 1, -1, *(1,) * (x.ndim - 3))
+    if layer.affine and x.ndim == 5 and hopper.usable(x):
+        weight, bias = tensors[at + "weight"], tensors[at + "bias"]
+        return hopper.group_norm(x, weight, bias, layer.num_groups, layer.eps)
+    y = F.group_norm(x.flatten(0, 1), layer.num_groups, eps=layer.eps).view(x.shape)
+    if not layer.affine:
+        return y
+    return y * tensors[at + "weight"].view(wide) + tensors[at + "bias"].view(wide)
+
+
+def _layer_norm(layer: nn.LayerNorm, tensors: Tensors, at: str, x: Tensor) -> Tensor:
+    whole = layer.elementwise_affine and layer.bias is not None
+    if whole and len(layer.normalized_shape) == 1 and hopper.normalises(x):
+        return hopper.layer_norm(x, tensors[at + "weight"], tensors[at + "bias"], layer.eps)
+    y = F.layer_norm(x, layer.normalized_shape, eps=layer.eps)
+    between = x.ndim - 1 - len(layer.normalized_shape)
+    wide = (x.shape[0], *(1,) * between, *layer.normalized_shape)
+    if layer.elementwise_affine:
+        y = y * tensors[at + "weight"].view(wide)
+    return y + tensors[at + "bias"].view(wide) if whole else y
+
+
+def _by_sample(layer: nn.Module, tensors: Tensors, at: str, x: Tensor) -> Tensor:
+    """A layer without parameters that looks at each sample alone."""
+    y: Tensor = layer(x.flatten(0, 1))
+    return y.reshape(*x.shape[:2], *y.shape[1:])
+
+
+def batch_norm(layer: nn.BatchNorm2d, tensors: Tensors, at: str, x: Tensor) -> Tensor | Deferred:
     n, channels = x.shape[0], x.shape[2]
     weight = tensors[at + "weight"] if layer.affine else _full(x, 1.0)
     bias = tensors[at + "bias"] if layer.affine else _full(x, 0.0)
@@ -182,19 +257,19 @@ def _normalised_rows(
     return y.view(rows.shape).movedim(-1, 1), mean.detach(), scale.detach() ** -2 - eps
 
 
-def _max_pool2d(layer: nn.MaxPool2d, tensors: Tensors, at: str, x: Tensor | Deferred) -> Tensor:
+def max_pool2d(layer: nn.MaxPool2d, tensors: Tensors, at: str, x: Tensor | Deferred) -> Tensor:
     halves = _halves(layer) and not (x.shape[-1] % 2 or x.shape[-2] % 2)
     if isinstance(x, Deferred):
-        if halves:
-            return x.pooled()
+        pooled = x.pooled() if halves else None
+        if pooled is not None:
+            return pooled
         x = x.value()
     if halves:
         if x.is_cuda:
             return max_of_pairs(max_of_pairs(x, -1), -2)
         y: Tensor = apply(HalvingMaxPool, x)
         return y
-    pooled: Tensor = layer(x.flatten(0, 1))
-    return pooled.reshape(*x.shape[:2], *pooled.shape[1:])
+    return _by_sample(layer, tensors, at, x)
 
 
 def _halves(layer: nn.MaxPool2d) -> bool:
@@ -223,8 +298,25 @@ _ELEMENTWISE = (
     nn.GELU,
     nn.SiLU,
     nn.ELU,
+    nn.Hardswish,
+    nn.Hardsigmoid,
+    nn.Mish,
+    nn.Softplus,
     nn.Identity,
 )
+
+_BY_SAMPLE = (
+    nn.AvgPool1d,
+    nn.AvgPool2d,
+    nn.AdaptiveAvgPool1d,
+    nn.AdaptiveAvgPool2d,
+    nn.AdaptiveMaxPool2d,
+    nn.MaxPool1d,
+    nn.MaxPool2d,
+)
+
+FUSING = (relu, relu6, add, max_pool2d)
+"""Rules that may share the kernel of a normalisation before them."""
 
 
 def rule_for(layer: nn.Module) -> Rule | None:
@@ -233,138 +325,23 @@ def rule_for(layer: nn.Module) -> Rule | None:
     if kind is nn.Linear:
         return _linear
     if kind is nn.ReLU:
-        return _relu
+        return relu
+    if kind is nn.ReLU6:
+        return relu6
     if kind in _ELEMENTWISE:
-        return None if getattr(layer, "inplace", False) else _elementwise
+        return _elementwise_copied if getattr(layer, "inplace", False) else _elementwise
     if kind is nn.Flatten:
         return _flatten if layer.start_dim != 0 else None
-    if kind is nn.Conv2d and layer.groups == 1 and layer.padding_mode == "zeros":
-        return _conv2d if not isinstance(layer.padding, str) else None
+    if kind is nn.Conv2d and layer.padding_mode == "zeros" and not isinstance(layer.padding, str):
+        return conv2d if layer.groups == 1 else _grouped_conv2d
     if kind in (nn.BatchNorm1d, nn.BatchNorm2d) and layer.momentum is not None:
-        return _batch_norm
-    if kind is nn.MaxPool2d and not layer.return_indices:
-        return _max_pool2d
+        return batch_norm
+    if kind is nn.GroupNorm:
+        return _group_norm
+    if kind is nn.LayerNorm:
+        return _layer_norm
     if kind is nn.AdaptiveAvgPool2d and layer.output_size in (1, (1, 1)):
         return _average_to_one
+    if kind in _BY_SAMPLE and not getattr(layer, "return_indices", False):
+        return max_pool2d if kind is nn.MaxPool2d else _by_sample
     return None
-
-
-def chain_of(module: nn.Module) -> Chain | None:
-    """The rules that make up the whole of ``module``; None where something in it has no rule, or
-    parameters are there twice."""
-    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-    chain = _links(module, "")
-    if chain is None or len(names) > len(list(module.parameters())):
-        return None
-    for i, ((rule, layer, at), (_, after, _)) in enumerate(pairwise(chain)):
-        batch_statistics = getattr(after, "training", False) and isinstance(after, nn.BatchNorm2d)
-        if rule is _conv2d and batch_statistics:  # which takes every channel's mean away
-            chain[i] = (partial(_conv2d, bias_grad=False), layer, at)
-    return chain
-
-
-def _links(module: nn.Module, prefix: str) -> Chain | None:
-    if module._forward_hooks or module._forward_pre_hooks:
-        return None
-    rule = rule_for(module)
-    if rule is not None:
-        return [(rule, module, prefix)]
-    if type(module) is not nn.Sequential:
-        return None
-    children = module._modules.items()  # named_children() leaves out what is there twice
-    links = [_links(child, f"{prefix}{name}.") for name, child in children if child is not None]
-    return [link for part in links for link in part or []] if None not in links else None
-
-
-def matrices(chain: Chain) -> list[str]:
-    """The parameters that are used in matrix products only."""
-    return [f"{at}weight" for _, layer, at in chain if isinstance(layer, nn.Conv2d | nn.Linear)]
-
-
-def run_chain(chain: Chain, tensors: Tensors, x: Tensor) -> Tensor:
-    at_work: Tensor | Deferred = x
-    for rule, layer, prefix in chain:
-        if isinstance(at_work, Deferred) and rule not in (_relu, _max_pool2d):
-            at_work = at_work.value()
-        at_work = rule(layer, tensors, prefix, at_work)
-    return at_work.value() if isinstance(at_work, Deferred) else at_work
-
-
-def with_rules(module: nn.Module) -> None:
-    """Let every layer of ``module`` that has a rule use it where it is mapped over a stack."""
-    chain = chain_of(module)
-    if chain is not None:
-        module.forward = partial(_mapped, module, chain, module.forward)
-    else:
-        for child in module.children():
-            with_rules(child)
-
-
-def _mapped(
-    layer: nn.Module, chain: Chain, otherwise: Callable[[Tensor], Tensor], x: Tensor
-) -> Tensor:
-    tensors = dict(layer.named_parameters()) | dict(layer.named_buffers())
-    y = mapped_chain(chain, tensors, x)
-    return otherwise(x) if y is None else y
-
-
-def mapped_chain(chain: Chain, tensors: Mapping[str, Tensor], x: Tensor) -> Tensor | None:
-    """Inside ``vmap``, the chain for all clients; None where it is not plainly that."""
-    stack = physical([x, *tensors.values()])
-    if stack is None:
-        return None
-    with stack.entered():
-        named = dict(zip(tensors, stack.tensors[1:], strict=True))
-        y = run_chain(chain, Tensors(named), stack.tensors[0])
-        if not y.is_cuda:
-            y = y.contiguous()  # as PyTorch's layers leave it: what follows may call view()
-    return stack.wrap(y)
-
-
-def mapped_chain_of_both(
-    chain: Chain,
-    params: Mapping[str, Tensor],
-    buffers: Mapping[str, Tensor],
-    public_buffers: Mapping[str, Tensor],
-    private: Tensor,
-    public: Tensor,
-) -> tuple[Tensor, Tensor] | None:
-    """Private and public samples in one go, each with their own batch statistics and buffers."""
-    stack = physical(
-        [private, public, *params.values(), *buffers.values(), *public_buffers.values()]
-    )
-    if stack is None:
-        return None
-    with stack.entered():
-        private, public, *rest = stack.tensors
-        own = dict(zip([*params, *buffers], rest, strict=False))
-        other = dict(zip(public_buffers, rest[len(own) :], strict=True))
-        if private.is_cuda:
-            tensors = Tensors(own, private.shape[1], other)
-            y = run_chain(chain, tensors, torch.cat([private, public], 1))
-        else:
-            apart = _apart(chain)
-            halves = [
-                run_chain(chain[:apart], Tensors(own), private),
-                run_chain(chain[:apart], Tensors(own | other), public),
-            ]
-            y = run_chain(chain[apart:], Tensors(own), _joined(halves))
-        first, second = y[:, : private.shape[1]], y[:, private.shape[1] :]
-    return stack.wrap(first), stack.wrap(second)
-
-
-def _apart(chain: Chain) -> int:
-    """How many layers see private and public samples apart on a CPU, which has no use for large
-    batches: up to the last BatchNorm, and what makes its output smaller."""
-    rules = [rule for rule, _, _ in chain]
-    if _batch_norm not in rules:
-        return 0
-    apart = len(rules) - rules[::-1].index(_batch_norm)
-    while apart < len(rules) and rules[apart] in (_relu, _max_pool2d):
-        apart += 1
-    return apart
-
-
-def _joined(halves: Sequence[Tensor]) -> Tensor:
-    """One batch, last in memory."""
-    return torch.cat([half.movedim(1, -1) for half in halves], -1).movedim(-1, 1)

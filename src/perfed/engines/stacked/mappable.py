@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import _WeightNorm
 
+from perfed.engines.stacked.attention import multihead
 from perfed.engines.stacked.recurrent import CELLS, run
 
 
@@ -104,6 +105,7 @@ _REPLACEMENTS: dict[type[nn.Module], Callable[..., Any]] = {
     nn.BatchNorm3d: _batch_norm,
     nn.Embedding: _embedding,
     nn.EmbeddingBag: _embedding_bag,
+    nn.MultiheadAttention: multihead,
     _WeightNorm: _weight_norm,
     **dict.fromkeys(CELLS, run),
 }

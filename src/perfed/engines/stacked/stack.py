@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -31,15 +29,9 @@ from perfed.core.streams import uniform_indices_each
 from perfed.core.tree import Weights
 from perfed.engines.base import Sgd, Trained, private_draws, step_keys
 from perfed.engines.stacked import hopper
-from perfed.engines.stacked.layers import (
-    Chain,
-    chain_of,
-    mapped_chain,
-    mapped_chain_of_both,
-    matrices,
-    with_rules,
-)
+from perfed.engines.stacked.attention import mapped_attention
 from perfed.engines.stacked.mappable import make_mappable
+from perfed.engines.stacked.plan import Plan, mapped, mapped_both, plan_of, with_rules
 
 
 class Bounds(NamedTuple):
@@ -60,15 +52,21 @@ class StackedModule:
 
     def __init__(self, module: nn.Module, few: Tensor, head: str = "") -> None:
         self.head = head
+        self._prepare(module, plan_of)
+        self.obstacle = self._obstacle(module, few)
+        if self.obstacle is not None and self.plans != {True: None, False: None}:
+            self._prepare(module, lambda copied: None)  # what a plan misses, vmap may not
+            self.obstacle = self._obstacle(module, few)
+
+    def _prepare(self, module: nn.Module, plan_of: Callable[[nn.Module], Plan | None]) -> None:
         self.training = copy.deepcopy(module).train()
         self.evaluating = copy.deepcopy(module).eval()
-        self.chains: dict[bool, Chain | None] = {}
+        self.plans: dict[bool, Plan | None] = {}
         for copied in (self.training, self.evaluating):
-            self.chains[copied.training] = chain_of(copied)
+            self.plans[copied.training] = plan_of(copied)
             make_mappable(copied)
-            if self.chains[copied.training] is None:
+            if self.plans[copied.training] is None:
                 with_rules(copied)
-        self.obstacle = self._obstacle(module, few)
 
     def _obstacle(self, module: nn.Module, x: Tensor) -> str | None:
         """Why the module cannot be mapped, found by trying: two clients against one."""
@@ -119,19 +117,19 @@ class StackedModule:
 
     def outputs(self, training: bool, what: What, tensors: dict[str, Tensor], x: Tensor) -> Tensor:
         """One client's logits or features; inside ``vmap``."""
-        chain = self._chain(training, what)
-        y = None if chain is None else mapped_chain(chain, tensors, x)
+        plan = self._plan(training, what)
+        y = None if plan is None else mapped(plan, tensors, x)
         if y is None:
             module = self.training if training else self.evaluating
-            with _plain_attention():
+            with mapped_attention():
                 return outputs(module, self.head, tensors, x, what)
         return y.to(x.dtype)
 
     def head_outputs(self, tensors: dict[str, Tensor], features: Tensor) -> Tensor:
         """What one client's last layer makes of features; inside ``vmap``."""
-        chain = self.chains[True]
-        if chain is not None and self._head_is_last(chain):
-            y = mapped_chain(chain[-1:], tensors, features)
+        plan = self.plans[True]
+        if plan is not None and self._head_is_last(plan):
+            y = mapped(plan.last(), tensors, features)
             if y is not None:
                 return y.to(features.dtype)
         return head_outputs(self.training, self.head, tensors, features)
@@ -140,28 +138,15 @@ class StackedModule:
         """One client's logits or features in evaluation mode."""
         return self.outputs(False, what, tensors, x)
 
-    def _chain(self, training: bool, what: What) -> Chain | None:
-        """The layers that make up what is asked for."""
-        chain = self.chains[training]
-        if what == "logits" or chain is None:
-            return chain
-        return chain[:-1] if self._head_is_last(chain) else None
+    def _plan(self, training: bool, what: What) -> Plan | None:
+        """The steps to what is asked for."""
+        plan = self.plans[training]
+        if what == "logits" or plan is None:
+            return plan
+        return plan.before_last() if self._head_is_last(plan) else None
 
-    def _head_is_last(self, chain: Chain) -> bool:
-        return chain[-1][2] == f"{declared(self.head)}."
-
-
-@contextmanager
-def _plain_attention() -> Iterator[None]:
-    """Without torch's fused attention, which cannot be mapped: on a CPU it would run client by
-    client, on a GPU its backward pass fails."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with sdpa_kernel(SDPBackend.MATH):
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
+    def _head_is_last(self, plan: Plan) -> bool:
+        return plan.steps[-1].at == f"{declared(self.head)}."
 
 
 def _outputs_and_gradients(
@@ -247,11 +232,11 @@ class StackedNetwork(Network):
     def _both(self) -> tuple[Tensor, Tensor]:
         assert self._together is not None
         if self._logits is None:
-            chain = self._stacked.chains[True]
-            assert chain is not None
+            plan = self._stacked.plans[True]
+            assert plan is not None
             params, buffers, public_buffers = self._weights
-            self._logits = mapped_chain_of_both(
-                chain, params | self._rounded, buffers, public_buffers, *self._together
+            self._logits = mapped_both(
+                plan, params | self._rounded, buffers, public_buffers, *self._together
             )
             assert self._logits is not None
         return self._logits
@@ -333,7 +318,7 @@ class StackedStep:
         ((name, module),) = self._modules.items()
         weights = first.models[name]
         separate = bool(weights.public_buffers) or not weights.buffers
-        return separate and module.chains[True] is not None
+        return separate and module.plans[True] is not None
 
     def __call__(
         self,
@@ -474,14 +459,14 @@ class StackedStep:
     def _rounded(self, module: StackedModule, weights: Weights) -> dict[str, Tensor]:
         """Under autocast, the matrices as the network uses them. Their gradients are taken in that
         precision, and need not be widened before they meet the weights."""
-        chain, params = module.chains[True], weights.params
+        plan, params = module.plans[True], weights.params
         kind = next((t.device.type for t in params.values()), "cpu")
-        if chain is None or not torch.is_autocast_enabled(kind):
+        if plan is None or not torch.is_autocast_enabled(kind):
             return {}
         dtype = torch.get_autocast_dtype(kind)
         return {
             name: params[name].detach().to(dtype).requires_grad_()
-            for name in matrices(chain)
+            for name in plan.matrices()
             if params[name].requires_grad
         }
 

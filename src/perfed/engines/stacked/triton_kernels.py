@@ -22,12 +22,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-# --------------------------------------------------------------------- convolution, stride 1
+# ------------------------------------------------------------------------------- convolution
 
+
+Pair = tuple[int, int]
+Geometry = tuple[Pair, Pair, Pair]  # stride, padding, dilation
 
 _CONV_SIZES = [
-    "C", "O", "k_blocks", "KW", "off_h", "off_w", "dil_h", "dil_w", "tiles_h", "tiles_w", "tiles_n",
-    "tiles_b", "taps",
+    "B", "C", "O", "k_blocks", "KH", "KW", "off_h", "off_w", "dil_h", "dil_w", "tiles_h", "tiles_w",
+    "tiles_n", "tiles_b",
 ]  # fmt: skip
 _WEIGHT_SIZES = [
     "B", "positions", "KW", "off_h", "off_w", "dil_h", "dil_w", "tiles_h", "tiles_w", "tiles_b",
@@ -37,7 +40,7 @@ _ROW_SIZES = ["populations", "first_rows", "rows", "chunks0", "chunks", "per_chu
               "first_count", "count"]  # fmt: skip
 
 
-def _jit(sizes: list[str]) -> Any:
+def jit(sizes: list[str]) -> Any:
     """``triton.jit`` that does not compile anew for sizes that happen to be 1 or 16·k."""
 
     def wrap(function: Any) -> Any:
@@ -50,7 +53,7 @@ def _jit(sizes: list[str]) -> Any:
 _noted: dict[Any, Any] | None = None
 
 
-def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     if _noted is None:
         kernel[grid](*args, **options)
         return
@@ -89,12 +92,19 @@ def compiling(threads: int = 8) -> Iterator[None]:
     torch.cuda.synchronize()
 
 
-@_jit(_CONV_SIZES)
+@triton.jit
+def _phase(at, STRIDE: tl.constexpr):
+    """Which of a stride's places ``at`` is, and how many strides before; ``at`` may be negative."""
+    shifted = at + 1024 * STRIDE
+    return shifted % STRIDE, shifted // STRIDE - 1024
+
+
+@jit(_CONV_SIZES)
 def _conv_kernel(
-    x, w, y, bias, part, C, O, k_blocks, KW, off_h, off_w, dil_h, dil_w,
-    tiles_h, tiles_w, tiles_n, tiles_b, taps,
+    x, w, y, bias, part, B, C, O, k_blocks, KH, KW, off_h, off_w, dil_h, dil_w,
+    tiles_h, tiles_w, tiles_n, tiles_b,
     BT: tl.constexpr, HT: tl.constexpr, WT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    FORWARD: tl.constexpr, HAS_BIAS: tl.constexpr, MOMENTS: tl.constexpr,
+    STRIDE: tl.constexpr, FORWARD: tl.constexpr, HAS_BIAS: tl.constexpr, MOMENTS: tl.constexpr,
 ):  # fmt: skip
     """One output tile: BT×HT×WT positions by BN channels, an implicit GEMM over taps×channels.
 
@@ -104,6 +114,9 @@ def _conv_kernel(
     in registers, but a reshaped second operand in shared memory, where the tensor cores read it.
     With MOMENTS, also the mean and the sum of squared deviations of each channel over the tile,
     for a BatchNorm that may follow.
+
+    With a STRIDE the larger images are seen as STRIDE×STRIDE smaller ones (`_phases`). Forward
+    each tap reads one of them. The gradient of each of them takes every STRIDE-th tap.
     """
     BM: tl.constexpr = BT * HT * WT
     pid = tl.program_id(0)
@@ -119,17 +132,38 @@ def _conv_kernel(
     acc = tl.zeros((BN, BM), tl.float32)
     h0 = th * HT + off_h
     w0 = tw * WT + off_w
+    phase = tl.program_id(1)
+    first_h, before_h = _phase(phase // STRIDE + off_h, STRIDE)
+    first_w, before_w = _phase(phase % STRIDE + off_w, STRIDE)
+    taps_w = KW
+    taps = KH * KW
+    if STRIDE > 1 and not FORWARD:
+        taps_w = (KW - first_w + STRIDE - 1) // STRIDE
+        taps = (KH - first_h + STRIDE - 1) // STRIDE * taps_w
     for k in range(taps * k_blocks):
         tap = k // k_blocks
         c0 = (k % k_blocks) * BK
-        dh = (tap // KW) * dil_h
-        dw = (tap % KW) * dil_w
+        dh = (tap // taps_w) * dil_h
+        dw = (tap % taps_w) * dil_w
         if FORWARD:
             a = w.load([model * O + j * BN, tap * C + c0])
-            b = x.load([model, tb * BT, h0 + dh, w0 + dw, c0]).reshape(BM, BK).T
+            if STRIDE == 1:
+                b = x.load([model, tb * BT, h0 + dh, w0 + dw, c0]).reshape(BM, BK).T
+            else:
+                ph, sh = _phase(off_h + dh, STRIDE)
+                pw, sw = _phase(off_w + dw, STRIDE)
+                at = [model * B + tb * BT, th * HT + sh, ph, tw * WT + sw, pw * C + c0]
+                b = x.load(at).reshape(BM, BK).T
         else:
-            a = w.load([model * O + c0, tap * C + j * BN]).T
-            b = x.load([model, tb * BT, h0 - dh, w0 - dw, c0]).reshape(BM, BK).T
+            if STRIDE == 1:
+                a = w.load([model * O + c0, tap * C + j * BN]).T
+                b = x.load([model, tb * BT, h0 - dh, w0 - dw, c0]).reshape(BM, BK).T
+            else:
+                tap_h = first_h + tap // taps_w * STRIDE
+                tap_w = first_w + tap % taps_w * STRIDE
+                a = w.load([model * O + c0, (tap_h * KW + tap_w) * C + j * BN]).T
+                at = [model, tb * BT, th * HT + before_h - dh, tw * WT + before_w - dw, c0]
+                b = x.load(at).reshape(BM, BK).T
         acc = tl.dot(a, b, acc, input_precision="ieee")
     if HAS_BIAS:
         acc += tl.load(bias + model * O + o, mask=o < O, other=0.0).to(tl.float32)[:, None]
@@ -139,16 +173,21 @@ def _conv_kernel(
         at = part + (((model * tiles_b + tb) * tiles_h + th) * tiles_w + tw) * 2 * O + o
         tl.store(at, mean, mask=o < O)
         tl.store(at + O, tl.sum(d * d, 1), mask=o < O)
-    out = acc.to(y.dtype).T.reshape(1, BT, HT, WT, BN)
-    y.store([model, tb * BT, th * HT, tw * WT, j * BN], out)
+    if STRIDE == 1 or FORWARD:
+        out = acc.to(y.dtype).T.reshape(1, BT, HT, WT, BN)
+        y.store([model, tb * BT, th * HT, tw * WT, j * BN], out)
+    else:
+        out = acc.to(y.dtype).T.reshape(BT, HT, 1, WT, BN)
+        at = [model * B + tb * BT, th * HT, phase // STRIDE, tw * WT, phase % STRIDE * C + j * BN]
+        y.store(at, out)
 
 
-@_jit(_WEIGHT_SIZES)
+@jit(_WEIGHT_SIZES)
 def _conv_weight_kernel(
     x, dy, out, B, C, O, positions, KW, off_h, off_w, dil_h, dil_w,
     tiles_h, tiles_w, tiles_b, tiles_o, tiles_c, taps, per_split,
     BT: tl.constexpr, HT: tl.constexpr, WT: tl.constexpr, BO: tl.constexpr, BC: tl.constexpr,
-    FLAT: tl.constexpr,
+    STRIDE: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
     """One tile of one tap's weight gradient, over one share (split) of the positions."""
     BK: tl.constexpr = BT * HT * WT
@@ -173,7 +212,13 @@ def _conv_weight_kernel(
             a = dy.load([model * B * positions + t * BK, to * BO]).T
         else:
             a = dy.load([model, tb * BT, th * HT, tw * WT, to * BO]).reshape(BK, BO).T
-        b = x.load([model, tb * BT, th * HT + dh, tw * WT + dw, tc * BC]).reshape(BK, BC)
+        if STRIDE == 1:
+            b = x.load([model, tb * BT, th * HT + dh, tw * WT + dw, tc * BC]).reshape(BK, BC)
+        else:
+            ph, sh = _phase(dh, STRIDE)
+            pw, sw = _phase(dw, STRIDE)
+            at = [model * B + tb * BT, th * HT + sh, ph, tw * WT + sw, pw * C + tc * BC]
+            b = x.load(at).reshape(BK, BC)
         acc = tl.dot(a, b, acc, input_precision="ieee")
     o = to * BO + tl.arange(0, BO)
     c = tc * BC + tl.arange(0, BC)
@@ -183,14 +228,14 @@ def _conv_weight_kernel(
     tl.store(base + offsets, acc.to(out.dtype.element_ty), mask=mask)
 
 
-def _pow2(n: int) -> int:
+def pow2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
 def _box(height: int, width: int, size: int) -> tuple[int, int, int]:
     """(images, rows, columns) of a tile of ``size`` positions, as few images as possible."""
-    columns = min(_pow2(width), size)
-    rows = min(_pow2(height), size // columns)
+    columns = min(pow2(width), size)
+    rows = min(pow2(height), size // columns)
     return size // (columns * rows), rows, columns
 
 
@@ -198,6 +243,12 @@ def _descriptor(t: Tensor, block: tuple[int, ...]) -> Any:
     if t.data_ptr() % 16:  # an input that is a view at an odd place; outputs are always aligned
         t = t.clone()
     return TensorDescriptor(t, list(t.shape), list(t.stride()), list(block))
+
+
+def _phases(t: Tensor, stride: int) -> Tensor:
+    """(n, B, H, W, C) seen as (n·B, H/s, s, W/s, s·C): the images of every s-th place."""
+    n, batch, height, width, c = t.shape
+    return t.view(n * batch, height // stride, stride, width // stride, stride * c)
 
 
 class Moments(NamedTuple):
@@ -218,37 +269,64 @@ def conv_tile(channels: int, forward: bool) -> tuple[int, int, int, int]:
     return (128, 128, 4, 3) if forward else (256, 128, 8, 3)
 
 
+def _output_size(size: Sequence[int], kernel: Sequence[int], geometry: Geometry) -> Pair:
+    height, width = (
+        (s + 2 * p - d * (k - 1) - 1) // t + 1
+        for s, k, t, p, d in zip(size, kernel, *geometry, strict=True)
+    )
+    return height, width
+
+
+def strides(x: Sequence[int], w: Sequence[int], geometry: Geometry) -> bool:
+    """Whether a convolution with a stride of (n, B, H, W, C) by (n, O, kh, kw, C) has kernels: a
+    tile must not reach into the next image or the next of a stride's places."""
+    (s, same), _, dilation = geometry
+    _, batch, height, width, c = x
+    if s != same or dilation != (1, 1) or height % s or width % s or c % CHANNELS or w[1] % 8:
+        return False
+    out = _output_size((height, width), w[2:4], geometry)
+    boxes = [
+        _box(*out, conv_tile(w[1], True)[0]),
+        _box(height // s, width // s, conv_tile(c, False)[0]),
+        _box(*out, weight_tile(w[1], c)[2]),
+    ]
+    return all(batch % images == 0 for images, _, _ in boxes)
+
+
 def conv_forward(
-    x: Tensor, w: Tensor, bias: Tensor | None, padding: tuple[int, int], dilation: tuple[int, int],
-) -> tuple[Tensor, Moments | None]:  # fmt: skip
-    n, batch, height, width, _ = x.shape
-    kh, kw = w.shape[2:4]
-    out_h = height + 2 * padding[0] - dilation[0] * (kh - 1)
-    out_w = width + 2 * padding[1] - dilation[1] * (kw - 1)
-    y = x.new_empty(n, batch, out_h, out_w, w.shape[1])
-    offset = (-padding[0], -padding[1])
-    return _conv(x, w, bias, y, offset, dilation, True)
+    x: Tensor, w: Tensor, bias: Tensor | None, geometry: Geometry
+) -> tuple[Tensor, Moments | None]:
+    y = x.new_empty(*x.shape[:2], *_output_size(x.shape[2:4], w.shape[2:4], geometry), w.shape[1])
+    (stride, _), padding, dilation = geometry
+    return _conv(x, w, bias, y, (-padding[0], -padding[1]), dilation, stride, True)
 
 
-def conv_input_grad(
-    dy: Tensor, w: Tensor, size: tuple[int, int], padding: tuple[int, int],
-    dilation: tuple[int, int],
-) -> Tensor:  # fmt: skip
+def conv_input_grad(dy: Tensor, w: Tensor, size: Pair, geometry: Geometry) -> Tensor:
     dx = dy.new_empty(*dy.shape[:2], *size, w.shape[4])
     if w.shape[1] % CHANNELS:  # or a block would end in the next model's weights, see `flat` below
         w = pad(w, (0, 0, 0, 0, 0, 0, 0, -w.shape[1] % CHANNELS))
-    return _conv(dy, w, None, dx, padding, dilation, False)[0]
+    (stride, _), padding, dilation = geometry
+    return _conv(dy, w, None, dx, padding, dilation, stride, False)[0]
 
 
 def _conv(
-    x: Tensor, w: Tensor, bias: Tensor | None, y: Tensor, offset: tuple[int, int],
-    dilation: tuple[int, int], forward: bool,
+    x: Tensor, w: Tensor, bias: Tensor | None, y: Tensor, offset: Pair, dilation: Pair,
+    stride: int, forward: bool,
 ) -> tuple[Tensor, Moments | None]:  # fmt: skip
     n, batch, out_h, out_w, out_c = y.shape
     _, o, kh, kw, c = w.shape
     bm, bn, warps, stages = conv_tile(out_c, forward)
+    image, result, phases = x, y, 1
+    if stride > 1 and forward:
+        image = _phases(x, stride)
+    elif stride > 1:
+        result, phases = _phases(y, stride), stride * stride
+        out_h, out_w = out_h // stride, out_w // stride
+        bn = bn if c % bn == 0 else 64
     bt, ht, wt = _box(out_h, out_w, bm)
     bk = CHANNELS
+    in_box = (bt, ht, 1, wt, bk) if image is not x else (1, bt, ht, wt, bk)
+    out_box = (bt, ht, 1, wt, bn) if result is not y else (1, bt, ht, wt, bn)
     k_blocks = triton.cdiv(c if forward else o, bk)
     tiles_b, tiles_h, tiles_w = (
         triton.cdiv(batch, bt), triton.cdiv(out_h, ht), triton.cdiv(out_w, wt)
@@ -259,14 +337,14 @@ def _conv(
     if forward and batch % bt == 0 and out_h % ht == 0 and out_w % wt == 0:
         tiles = tiles_b * tiles_h * tiles_w
         moments = Moments(x.new_empty(n, tiles, 2, o, dtype=torch.float32), bm)
-    _launch(_conv_kernel, (n * tiles_b * tiles_h * tiles_w * tiles_n,), 
-        _descriptor(x, (1, bt, ht, wt, bk)),
+    launch(_conv_kernel, (n * tiles_b * tiles_h * tiles_w * tiles_n, phases),
+        _descriptor(image, in_box),
         _descriptor(flat, (bn, bk) if forward else (bk, bn)),
-        _descriptor(y, (1, bt, ht, wt, bn)),
+        _descriptor(result, out_box),
         bias if bias is not None else flat, flat if moments is None else moments.part,
-        c, o, k_blocks, kw, *offset, *dilation, tiles_h, tiles_w, tiles_n, tiles_b, kh * kw,
-        BT=bt, HT=ht, WT=wt, BN=bn, BK=bk, FORWARD=forward, HAS_BIAS=bias is not None,
-        MOMENTS=moments is not None, num_warps=warps, num_stages=stages,
+        batch, c, o, k_blocks, kh, kw, *offset, *dilation, tiles_h, tiles_w, tiles_n, tiles_b,
+        BT=bt, HT=ht, WT=wt, BN=bn, BK=bk, STRIDE=stride, FORWARD=forward,
+        HAS_BIAS=bias is not None, MOMENTS=moments is not None, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return y, moments
 
@@ -280,16 +358,18 @@ def weight_tile(o: int, c: int) -> tuple[int, int, int, int, int]:
     return (128, 128, 128, 8, 3) if o <= 256 else (128, 256, 64, 8, 3)
 
 
-def conv_weight_grad(
-    x: Tensor, dy: Tensor, kernel: tuple[int, int], padding: tuple[int, int],
-    dilation: tuple[int, int],
-) -> Tensor:  # fmt: skip
+def conv_weight_grad(x: Tensor, dy: Tensor, kernel: Pair, geometry: Geometry) -> Tensor:
     n, batch, out_h, out_w, o = dy.shape
     c = x.shape[4]
     kh, kw = kernel
+    (stride, _), padding, dilation = geometry
     bo, bc, bk, warps, stages = weight_tile(o, c)
-    bo, bc = min(bo, max(64, _pow2(o))), min(bc, max(16, _pow2(c)))
+    bo, bc = min(bo, max(64, pow2(o))), min(bc, max(16, pow2(c)))
     bt, ht, wt = _box(out_h, out_w, bk)
+    image, box = x, (1, bt, ht, wt, bc)
+    if stride > 1:
+        bc = bc if c % bc == 0 else 64
+        image, box = _phases(x, stride), (bt, ht, 1, wt, bc)
     tiles_b, tiles_h, tiles_w = (
         triton.cdiv(batch, bt), triton.cdiv(out_h, ht), triton.cdiv(out_w, wt)
     )  # fmt: skip
@@ -306,12 +386,13 @@ def conv_weight_grad(
     out = x.new_empty(
         splits, n, o, kh, kw, c, dtype=torch.float32 if splits > 1 else x.dtype
     )  # fmt: skip
-    _launch(_conv_weight_kernel, (blocks, splits), 
-        _descriptor(x, (1, bt, ht, wt, bc)),
+    launch(_conv_weight_kernel, (blocks, splits),
+        _descriptor(image, box),
         _descriptor(dy.view(-1, o), (bk, bo)) if flat else _descriptor(dy, (1, bt, ht, wt, bo)),
         out, batch, c, o, out_h * out_w, kw, -padding[0], -padding[1], *dilation,
         tiles_h, tiles_w, tiles_b, tiles_o, tiles_c, taps, per_split,
-        BT=bt, HT=ht, WT=wt, BO=bo, BC=bc, FLAT=flat, num_warps=warps, num_stages=stages,
+        BT=bt, HT=ht, WT=wt, BO=bo, BC=bc, STRIDE=stride, FLAT=flat, num_warps=warps,
+        num_stages=stages,
     )  # fmt: skip
     return out[0] if splits == 1 else out.sum(0).to(x.dtype)
 
@@ -415,29 +496,24 @@ def _small_weight_kernel(
 
 def patch_size(kh: int, kw: int, c: int) -> int:
     """Values of a gathered patch, padding included."""
-    return max(16, _pow2(kh * _pow2(kw) * _pow2(c)))
+    return max(16, pow2(kh * pow2(kw) * pow2(c)))
 
 
 def _small_geometry(x: Tensor, out_h: int, out_w: int, kh: int, kw: int, c: int) -> dict[str, int]:
     return {
         "OHW": out_h * out_w, "OW": out_w, "H": x.shape[2], "W": x.shape[3], "C": c,
-        "CP": x.shape[4], "KWP": _pow2(kw), "KH": kh, "KW": kw, "KP": patch_size(kh, kw, c),
+        "CP": x.shape[4], "KWP": pow2(kw), "KH": kh, "KW": kw, "KP": patch_size(kh, kw, c),
     }  # fmt: skip
 
 
 def small_forward(
-    x: Tensor, w: Tensor, bias: Tensor | None, stride: tuple[int, int], padding: tuple[int, int],
-    dilation: tuple[int, int],
+    x: Tensor, w: Tensor, bias: Tensor | None, stride: tuple[int, int], padding: Pair,
+    dilation: Pair,
 ) -> tuple[Tensor, Moments | None]:  # fmt: skip
     """x's channels are padded to a power of two."""
-    n, batch, height, width, _ = x.shape
+    n, batch = x.shape[:2]
     _, o, kh, kw, c = w.shape
-    out_h, out_w = (
-        (s + 2 * p - d * (k - 1) - 1) // t + 1
-        for s, p, d, k, t in zip(
-            (height, width), padding, dilation, (kh, kw), stride, strict=True
-        )
-    )  # fmt: skip
+    out_h, out_w = _output_size(x.shape[2:4], (kh, kw), (stride, padding, dilation))
     y = x.new_empty(n, batch, out_h, out_w, o)
     rows = batch * out_h * out_w
     bm, warps, stages, programs = 128, 4, 2, 1056
@@ -446,7 +522,7 @@ def small_forward(
     moments = None
     if rows % bm == 0:
         moments = Moments(x.new_empty(n, tiles, 2, o, dtype=torch.float32), bm)
-    _launch(
+    launch(
         _small_forward_kernel, (triton.cdiv(tiles, per_program), n, triton.cdiv(o, 64)), x, w, y,
         bias if bias is not None else w, w if moments is None else moments.part,
         rows, tiles, per_program, o, *stride, *padding, *dilation, x[0].numel(),
@@ -469,7 +545,7 @@ def small_weight_grad(
     per_split = triton.cdiv(triton.cdiv(rows, splits), bm) * bm
     splits = triton.cdiv(rows, per_split)
     out = x.new_empty(splits, n, o, kh, kw, c, dtype=torch.float32)
-    _launch(
+    launch(
         _small_weight_kernel, (splits, n, triton.cdiv(o, bn)), x, dy, out, rows, per_split, o,
         *stride, *padding, *dilation, x[0].numel(), **_small_geometry(x, out_h, out_w, kh, kw, c),
         BM=bm, BN=bn, num_warps=warps, num_stages=stages,
@@ -492,7 +568,7 @@ def _chunk(first_rows, rows, chunks0, per_chunk):
     return second.to(tl.int32), start, end
 
 
-@_jit(_ROW_SIZES)
+@jit(_ROW_SIZES)
 def _stats_kernel(x, part, first_rows, rows, chunks0, per_chunk, C,
                   BR: tl.constexpr, BC: tl.constexpr):  # fmt: skip
     """Mean and sum of squared deviations of each chunk, each channel."""
@@ -516,7 +592,7 @@ def _stats_kernel(x, part, first_rows, rows, chunks0, per_chunk, C,
     tl.store(out + C, m2, mask=c < C)
 
 
-@_jit(_ROW_SIZES)
+@jit(_ROW_SIZES)
 def _stats_finish_kernel(
     part, mean_out, inv_out, running_mean, running_var, second_mean, second_var, momentum, eps,
     first_rows, rows, chunks0, chunks, per_chunk, C,
@@ -577,19 +653,42 @@ def _scale_shift(mean, inv, weight, bias, model, population, populations, c, C):
 
 
 @triton.jit
+def _rectified(z, RELU: tl.constexpr):
+    """RELU: 0 nothing, 1 ReLU, 6 ReLU6."""
+    if RELU:
+        z = tl.maximum(z, 0.0)
+    if RELU == 6:
+        z = tl.minimum(z, 6.0)
+    return z
+
+
+@triton.jit
+def _let_through(g, z, RELU: tl.constexpr):
+    """The gradient in front of what gave z, before or after it."""
+    if RELU:
+        g = tl.where(z > 0.0, g, 0.0)
+    if RELU == 6:
+        g = tl.where(z < 6.0, g, 0.0)
+    return g
+
+
+@triton.jit
 def _corner(r, W):
     """First of the four input rows of pooled row r; W is the input width, pooled is W // 2."""
     half = W // 2
     return (r // half) * (2 * W) + (r % half) * 2
 
 
-@_jit(_ROW_SIZES)
+@jit(_ROW_SIZES)
 def _norm_kernel(
-    x, y, winners, mean, inv, weight, bias, populations, first_rows, rows, chunks0, per_chunk, C, W,
-    RELU: tl.constexpr, POOL: tl.constexpr, KEEP: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+    x, added, y, winners, mean, inv, weight, bias,
+    populations, first_rows, rows, chunks0, per_chunk, C, W,
+    ADD: tl.constexpr, RELU: tl.constexpr, POOL: tl.constexpr, KEEP: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Normalize, then ReLU and a 2×2 maximum if asked; rows count the output's. KEEP: also store
-    the input value that each maximum came from, all that the gradient's sums need."""
+    """Normalize, then add another tensor, ReLU and a 2×2 maximum if asked; rows count the
+    output's. KEEP: also store the input value that each maximum came from, all that the
+    gradient's sums need."""
     population, start, end = _chunk(first_rows, rows, chunks0, per_chunk)
     model = tl.program_id(1)
     c = tl.program_id(2) * BC + tl.arange(0, BC)
@@ -617,24 +716,30 @@ def _norm_kernel(
         else:
             v = tl.load(x + r[:, None] * C + c[None, :], mask=mask, other=0.0).to(tl.float32)
             z = (v - mu) * scale + b
-        if RELU:
-            z = tl.maximum(z, 0.0)
+        if ADD:
+            other = added + model.to(tl.int64) * rows * C + r[:, None] * C + c[None, :]
+            z += tl.load(other, mask=mask, other=0.0).to(tl.float32)
+        z = _rectified(z, RELU)
         tl.store(y + r[:, None] * C + c[None, :], z.to(y.dtype.element_ty), mask=mask)
 
 
-@_jit(_ROW_SIZES)
+@jit(_ROW_SIZES)
 def _norm_sums_kernel(
-    x, dy, part, mean, inv, weight, bias, populations, first_rows, rows, chunks0, per_chunk, C,
-    RELU: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+    x, dy, y, passed, part, mean, inv, weight, bias,
+    populations, first_rows, rows, chunks0, per_chunk, C,
+    ADD: tl.constexpr, RELU: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Chunk sums of g and g·x̂, g being the gradient at the normalized values. After pooling, x
-    holds the values that the maxima came from: the others have no gradient."""
+    holds the values that the maxima came from: the others have no gradient. ADD: something was
+    added before the ReLU; what that let through shows in y, and is stored."""
     population, start, end = _chunk(first_rows, rows, chunks0, per_chunk)
     model = tl.program_id(1)
     c = tl.program_id(2) * BC + tl.arange(0, BC)
     mu, rstd, scale, b = _scale_shift(mean, inv, weight, bias, model, population, populations, c, C)
     x += model.to(tl.int64) * rows * C
     dy += model.to(tl.int64) * rows * C
+    y += model.to(tl.int64) * rows * C
+    passed += model.to(tl.int64) * rows * C
     sum_g = tl.zeros((BR, BC), tl.float32)
     sum_gv = tl.zeros((BR, BC), tl.float32)
     for r0 in range(start, end, BR):
@@ -643,8 +748,11 @@ def _norm_sums_kernel(
         at = r[:, None] * C + c[None, :]
         g = tl.load(dy + at, mask=mask, other=0.0).to(tl.float32)
         v = tl.load(x + at, mask=mask, other=0.0).to(tl.float32) - mu
-        if RELU:
-            g = tl.where(v * scale + b > 0.0, g, 0.0)
+        if ADD:
+            g = _let_through(g, tl.load(y + at, mask=mask, other=0.0).to(tl.float32), RELU)
+            tl.store(passed + at, g.to(passed.dtype.element_ty), mask=mask)
+        else:
+            g = _let_through(g, v * scale + b, RELU)
         sum_g += g
         sum_gv += g * v
     out = part + (model * tl.num_programs(0) + tl.program_id(0)) * 2 * C + c
@@ -652,7 +760,7 @@ def _norm_sums_kernel(
     tl.store(out + C, tl.sum(sum_gv, 0) * rstd, mask=c < C)
 
 
-@_jit(_ROW_SIZES)
+@jit(_ROW_SIZES)
 def _norm_grad_kernel(
     x, dy, dx, coefficients, mean, inv, weight, bias,
     populations, first_rows, rows, chunks0, per_chunk, C, W,
@@ -686,8 +794,7 @@ def _norm_grad_kernel(
                 z = (v1 if i == 1 else (v2 if i == 2 else v3)) * scale + b
                 winner = tl.where(z > best, i, winner)
                 best = tl.where(z > best, z, best)
-            if RELU:
-                g = tl.where(best > 0.0, g, 0.0)
+            g = _let_through(g, best, RELU)
             for i in tl.static_range(4):
                 v = v0 if i == 0 else (v1 if i == 1 else (v2 if i == 2 else v3))
                 d = scale * (tl.where(winner == i, g, 0.0) - mean_g - v * slope)
@@ -696,13 +803,12 @@ def _norm_grad_kernel(
         else:
             at = r[:, None] * C + c[None, :]
             v = tl.load(x + at, mask=mask, other=0.0).to(tl.float32) - mu
-            if RELU:
-                g = tl.where(v * scale + b > 0.0, g, 0.0)
+            g = _let_through(g, v * scale + b, RELU)
             d = scale * (g - mean_g - v * slope)
             tl.store(dx + at, d.to(dx.dtype.element_ty), mask=mask)
 
 
-@_jit(_ROW_SIZES)
+@jit(_ROW_SIZES)
 def _norm_grad_finish_kernel(
     part, coefficients, dweight, dbias, populations, first_count, count, chunks0, chunks, C,
     BC: tl.constexpr, CH: tl.constexpr,
@@ -743,7 +849,7 @@ class _Rows:
     ) -> None:
         n, batch, height, width, self.c = shape
         self.n, self.rows, self.first = n, batch * height * width, first * height * width
-        self.bc = min(128, max(16, _pow2(self.c)))
+        self.bc = min(128, max(16, pow2(self.c)))
         self.br = max(8, tile // self.bc)
         blocks = n * triton.cdiv(self.c, self.bc)
         wanted = triton.cdiv(self.rows * blocks, programs)
@@ -765,12 +871,12 @@ def norm_stats(
     r = _Rows(tuple(x.shape), first)
     if moments is None or r.first % moments.rows:
         moments = Moments(x.new_empty(r.n, r.chunks, 2, r.c, dtype=torch.float32), r.per_chunk)
-        _launch(_stats_kernel, r.grid, x, moments.part, r.first, r.rows, r.chunks0, r.per_chunk,
+        launch(_stats_kernel, r.grid, x, moments.part, r.first, r.rows, r.chunks0, r.per_chunk,
                 r.c, BR=r.br, BC=r.bc)  # fmt: skip
     mean = x.new_empty(r.n, r.populations, r.c, dtype=torch.float32)
     inv = torch.empty_like(mean)
     places = [tensor for pair in running for tensor in pair] or [mean, inv]
-    _launch(
+    launch(
         _stats_finish_kernel, (r.n, r.populations, triton.cdiv(r.c, 16)), moments.part, mean, inv,
         *places[:2], *places[-2:], momentum, eps,
         r.first, r.rows, triton.cdiv(r.first, moments.rows), moments.part.shape[1], moments.rows,
@@ -779,58 +885,66 @@ def norm_stats(
     return mean, inv
 
 
+class After(NamedTuple):
+    """What follows a normalisation in the same kernel."""
+
+    relu: int = 0
+    """0: nothing; 1: ReLU; 6: ReLU6."""
+    pool: bool = False
+    """A 2×2 maximum; not together with something added."""
+
+
 def norm_apply(
-    x: Tensor, mean: Tensor, inv: Tensor, weight: Tensor, bias: Tensor, first: int, relu: bool,
-    pool: bool, keep: bool = False,
+    x: Tensor, mean: Tensor, inv: Tensor, weight: Tensor, bias: Tensor, first: int, after: After,
+    added: Tensor | None = None, keep: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The output and, after pooling if asked, the input values that the maxima came from."""
     n, batch, height, width, c = x.shape
+    pool = after.pool
     y = x.new_empty(n, batch, height // 2, width // 2, c) if pool else torch.empty_like(x)
     winners = torch.empty_like(y) if pool and keep else None
     r = _Rows(tuple(y.shape), first, 2048 if pool else 4096)
-    _launch(
-        _norm_kernel, r.grid, x, y, y if winners is None else winners, mean, inv, weight, bias,
+    launch(
+        _norm_kernel, r.grid, x, x if added is None else added, y,
+        y if winners is None else winners, mean, inv, weight, bias,
         r.populations, r.first, r.rows, r.chunks0, r.per_chunk, r.c, width,
-        RELU=relu, POOL=pool, KEEP=winners is not None, BR=r.br, BC=r.bc,
+        ADD=added is not None, RELU=after.relu, POOL=pool, KEEP=winners is not None,
+        BR=r.br, BC=r.bc,
     )  # fmt: skip
     return y, winners
 
 
-def norm_sums(
-    dy: Tensor, x: Tensor, mean: Tensor, inv: Tensor, weight: Tensor, bias: Tensor, first: int,
-    relu: bool,
-) -> tuple[Tensor, _Rows]:  # fmt: skip
-    r = _Rows(tuple(dy.shape), first, 4096, 264 if x.shape[4] > 64 else 528)
-    part = x.new_empty(r.n, r.chunks, 2, r.c, dtype=torch.float32)
-    _launch(
-        _norm_sums_kernel, r.grid, x, dy, part, mean, inv, weight, bias, r.populations, r.first,
-        r.rows, r.chunks0, r.per_chunk, r.c, RELU=relu, BR=r.br, BC=r.bc, num_warps=4,
-    )  # fmt: skip
-    return part, r
-
-
 def norm_backward(
     dy: Tensor, x: Tensor, winners: Tensor | None, mean: Tensor, inv: Tensor, weight: Tensor,
-    bias: Tensor, first: int, relu: bool, pool: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of (x, weight, bias)."""
-    part, s = norm_sums(dy, x if winners is None else winners, mean, inv, weight, bias, first, relu)
+    bias: Tensor, first: int, after: After, output: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of (x, weight, bias) and of what was added. ``output``: if something was added
+    before a ReLU."""
+    s = _Rows(tuple(dy.shape), first, 4096, 264 if x.shape[4] > 64 else 528)
+    part = x.new_empty(s.n, s.chunks, 2, s.c, dtype=torch.float32)
+    passed = dy if output is None else torch.empty_like(dy)
+    launch(
+        _norm_sums_kernel, s.grid, x if winners is None else winners, dy,
+        dy if output is None else output, passed, part, mean, inv, weight, bias,
+        s.populations, s.first, s.rows, s.chunks0, s.per_chunk, s.c,
+        ADD=output is not None, RELU=after.relu, BR=s.br, BC=s.bc, num_warps=4,
+    )  # fmt: skip
     coefficients = x.new_empty(s.n, s.populations, 2, s.c, dtype=torch.float32)
     dweight = x.new_empty(s.n, s.c, dtype=torch.float32)
     dbias = torch.empty_like(dweight)
-    taps = 4 if pool else 1
-    _launch(
+    taps = 4 if after.pool else 1
+    launch(
         _norm_grad_finish_kernel, (s.n, triton.cdiv(s.c, 16)), part, coefficients, dweight, dbias,
         s.populations, s.first * taps, s.rows * taps, s.chunks0, s.chunks, s.c, BC=16, CH=128,
     )  # fmt: skip
     dx = torch.empty_like(x)
-    r = _Rows(tuple(dy.shape), first, 2048 if pool else 4096)
-    _launch(
-        _norm_grad_kernel, r.grid, x, dy, dx, coefficients, mean, inv, weight, bias,
+    r = _Rows(tuple(dy.shape), first, 2048 if after.pool else 4096)
+    launch(
+        _norm_grad_kernel, r.grid, x, passed, dx, coefficients, mean, inv, weight, bias,
         r.populations, r.first, r.rows, r.chunks0, r.per_chunk, r.c, x.shape[3],
-        RELU=relu, POOL=pool, BR=r.br, BC=r.bc,
+        RELU=after.relu if output is None else 0, POOL=after.pool, BR=r.br, BC=r.bc,
     )  # fmt: skip
-    return dx, dweight, dbias
+    return dx, dweight, dbias, passed
 
 
 # --------------------------------------------------------------------------------- the update
@@ -847,7 +961,7 @@ def _descend_kernel(param, grad, rate, size, BLOCK: tl.constexpr):
 
 def descend(param: Tensor, grad: Tensor, rate: Tensor) -> None:
     """param −= rate·grad in float32; both lie in memory alike."""
-    _launch(
+    launch(
         _descend_kernel, (triton.cdiv(param.numel(), 4096),), param, grad, rate, param.numel(),
         BLOCK=4096, num_warps=8,
     )  # fmt: skip

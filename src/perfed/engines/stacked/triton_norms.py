@@ -1,0 +1,250 @@
+# mypy: disable-error-code="import-not-found, no-untyped-def, untyped-decorator, no-untyped-call"
+"""Triton kernels for GroupNorm and LayerNorm of stacked models: every sample by itself.
+
+GroupNorm's images are (n, B, H, W, C), LayerNorm's vectors (n, rows, D), weights (n, C) or (n, D),
+all contiguous. Sums over samples, for the weights' gradients, have a fixed order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from perfed.engines.stacked.triton_kernels import jit, launch, pow2
+
+_SIZES = ["rows", "B", "C", "per_model", "D"]
+
+
+@triton.jit
+def _over_group(values, LANES: tl.constexpr):
+    """Of each lane, the sum over its group."""
+    groups: tl.constexpr = values.shape[0] // LANES
+    sums = tl.sum(values.reshape(groups, LANES), 1)
+    return tl.broadcast_to(sums[:, None], (groups, LANES)).reshape(values.shape[0])
+
+
+@jit(_SIZES)
+def _group_norm_kernel(
+    x, y, mean_out, inv_out, weight, bias, rows, B, C, eps,
+    G: tl.constexpr, LANES: tl.constexpr, RELU: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """One sample's groups, BC // LANES of them; a group of G channels has LANES lanes."""
+    sample = tl.program_id(0)
+    model = sample // B
+    lane = tl.arange(0, BC)
+    group = tl.program_id(1) * (BC // LANES) + lane // LANES
+    c = group * G + lane % LANES
+    here = (lane % LANES < G) & (c < C)
+    x += sample.to(tl.int64) * rows * C
+    y += sample.to(tl.int64) * rows * C
+    shift = tl.load(x + c, mask=here, other=0.0).to(tl.float32)  # keeps the squares small
+    sum_d = tl.zeros((BR, BC), tl.float32)
+    sum_d2 = tl.zeros((BR, BC), tl.float32)
+    for r0 in range(0, rows, BR):
+        r = r0 + tl.arange(0, BR)
+        mask = (r < rows)[:, None] & here[None, :]
+        v = tl.load(x + r[:, None] * C + c[None, :], mask=mask, other=0.0).to(tl.float32)
+        d = tl.where(mask, v - shift[None, :], 0.0)
+        sum_d += d
+        sum_d2 += d * d
+    count = rows.to(tl.float32) * G
+    d = tl.sum(sum_d, 0) / rows
+    m2 = tl.sum(sum_d2, 0) - d * d * rows
+    own = tl.where(here, shift + d, 0.0)
+    mean = _over_group(own, LANES) / G
+    off = tl.where(here, own - mean, 0.0)
+    inv = tl.rsqrt(_over_group(m2 + rows * off * off, LANES) / count + eps)
+    at = sample * (C // G) + group
+    tl.store(mean_out + at, mean, mask=here & (lane % LANES == 0))
+    tl.store(inv_out + at, inv, mask=here & (lane % LANES == 0))
+    scale = tl.load(weight + model * C + c, mask=here, other=0.0).to(tl.float32) * inv
+    b = tl.load(bias + model * C + c, mask=here, other=0.0).to(tl.float32)
+    for r0 in range(0, rows, BR):
+        r = r0 + tl.arange(0, BR)
+        mask = (r < rows)[:, None] & here[None, :]
+        at = r[:, None] * C + c[None, :]
+        v = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+        z = (v - mean[None, :]) * scale[None, :] + b[None, :]
+        if RELU:
+            z = tl.maximum(z, 0.0)
+        tl.store(y + at, z.to(y.dtype.element_ty), mask=mask)
+
+
+@jit(_SIZES)
+def _group_norm_grad_kernel(
+    x, dy, dx, part, mean_in, inv_in, weight, bias, rows, B, C,
+    G: tl.constexpr, LANES: tl.constexpr, RELU: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """The input's gradient, and one sample's part of those of weight and bias."""
+    sample = tl.program_id(0)
+    model = sample // B
+    lane = tl.arange(0, BC)
+    group = tl.program_id(1) * (BC // LANES) + lane // LANES
+    c = group * G + lane % LANES
+    here = (lane % LANES < G) & (c < C)
+    x += sample.to(tl.int64) * rows * C
+    dy += sample.to(tl.int64) * rows * C
+    dx += sample.to(tl.int64) * rows * C
+    mean = tl.load(mean_in + sample * (C // G) + group, mask=here, other=0.0)
+    inv = tl.load(inv_in + sample * (C // G) + group, mask=here, other=0.0)
+    w = tl.load(weight + model * C + c, mask=here, other=0.0).to(tl.float32)
+    b = tl.load(bias + model * C + c, mask=here, other=0.0).to(tl.float32)
+    sum_g = tl.zeros((BR, BC), tl.float32)
+    sum_gx = tl.zeros((BR, BC), tl.float32)
+    for r0 in range(0, rows, BR):
+        r = r0 + tl.arange(0, BR)
+        mask = (r < rows)[:, None] & here[None, :]
+        at = r[:, None] * C + c[None, :]
+        g = tl.load(dy + at, mask=mask, other=0.0).to(tl.float32)
+        v = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+        v = (v - mean[None, :]) * inv[None, :]
+        if RELU:
+            g = tl.where(v * w[None, :] + b[None, :] > 0.0, g, 0.0)
+        sum_g += g
+        sum_gx += g * v
+    of_bias = tl.sum(sum_g, 0)
+    of_weight = tl.sum(sum_gx, 0)
+    tl.store(part + sample * 2 * C + c, of_weight, mask=here)
+    tl.store(part + (sample * 2 + 1) * C + c, of_bias, mask=here)
+    count = rows.to(tl.float32) * G
+    mean_g = _over_group(w * of_bias, LANES) / count
+    mean_gx = _over_group(w * of_weight, LANES) / count
+    for r0 in range(0, rows, BR):
+        r = r0 + tl.arange(0, BR)
+        mask = (r < rows)[:, None] & here[None, :]
+        at = r[:, None] * C + c[None, :]
+        g = tl.load(dy + at, mask=mask, other=0.0).to(tl.float32)
+        v = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+        v = (v - mean[None, :]) * inv[None, :]
+        if RELU:
+            g = tl.where(v * w[None, :] + b[None, :] > 0.0, g, 0.0)
+        d = inv[None, :] * (g * w[None, :] - mean_g[None, :] - v * mean_gx[None, :])
+        tl.store(dx + at, d.to(dx.dtype.element_ty), mask=mask)
+
+
+def _lanes(c: int, groups: int) -> dict[str, int]:
+    """How a sample's channels are dealt out: several small groups to one program."""
+    size = c // groups
+    lanes = pow2(size)
+    together = 1
+    while lanes * together * 2 <= 64 and groups % (together * 2) == 0:
+        together *= 2
+    bc = max(lanes * together, 2)
+    return {"G": size, "LANES": lanes, "BC": bc, "BR": max(1, 4096 // bc)}
+
+
+def group_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, relu: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(output, means, 1/standard deviations)."""
+    n, batch, height, width, c = x.shape
+    y = torch.empty_like(x)
+    mean = x.new_empty(n, batch, groups, dtype=torch.float32)
+    inv = torch.empty_like(mean)
+    options = _lanes(c, groups)
+    launch(
+        _group_norm_kernel, (n * batch, groups * options["LANES"] // options["BC"]), x, y, mean,
+        inv, weight, bias, height * width, batch, c, eps, **options, RELU=relu, num_warps=4,
+    )  # fmt: skip
+    return y, mean, inv
+
+
+def group_norm_backward(
+    dy: Tensor, x: Tensor, mean: Tensor, inv: Tensor, weight: Tensor, bias: Tensor, relu: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of (x, weight, bias)."""
+    n, batch, height, width, c = x.shape
+    groups = mean.shape[2]
+    dx = torch.empty_like(x)
+    part = x.new_empty(n, batch, 2, c, dtype=torch.float32)
+    options = _lanes(c, groups)
+    launch(
+        _group_norm_grad_kernel, (n * batch, groups * options["LANES"] // options["BC"]), x, dy,
+        dx, part, mean, inv, weight, bias, height * width, batch, c, **options, RELU=relu,
+        num_warps=4,
+    )  # fmt: skip
+    sums = part.sum(1)
+    return dx, sums[:, 0], sums[:, 1]
+
+
+@triton.jit
+def _standardised(x, at, mask, d, D, eps):
+    """Rows with mean 0 and variance 1, and what they were divided by."""
+    v = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    v = tl.where(mask, v - (tl.sum(v, 1) / D)[:, None], 0.0)
+    inv = tl.rsqrt(tl.sum(v * v, 1) / D + eps)
+    return v * inv[:, None], inv
+
+
+@jit(_SIZES)
+def _layer_norm_kernel(
+    x, y, weight, bias, per_model, D, eps, BR: tl.constexpr, BD: tl.constexpr
+):  # fmt: skip
+    r = tl.program_id(0) * BR + tl.arange(0, BR)
+    model = tl.program_id(1)
+    d = tl.arange(0, BD)
+    mask = (r < per_model)[:, None] & (d < D)[None, :]
+    at = (model.to(tl.int64) * per_model + r)[:, None] * D + d[None, :]
+    v, _inv = _standardised(x, at, mask, d, D, eps)
+    w = tl.load(weight + model * D + d, mask=d < D, other=0.0).to(tl.float32)
+    b = tl.load(bias + model * D + d, mask=d < D, other=0.0).to(tl.float32)
+    z = v * w[None, :] + b[None, :]
+    tl.store(y + at, z.to(y.dtype.element_ty), mask=mask)
+
+
+@jit(_SIZES)
+def _layer_norm_grad_kernel(
+    x, dy, dx, part, weight, per_model, D, eps, BR: tl.constexpr, BD: tl.constexpr
+):  # fmt: skip
+    """The input's gradient, and BR rows' part of those of weight and bias."""
+    tile = tl.program_id(0)
+    r = tile * BR + tl.arange(0, BR)
+    model = tl.program_id(1)
+    d = tl.arange(0, BD)
+    mask = (r < per_model)[:, None] & (d < D)[None, :]
+    at = (model.to(tl.int64) * per_model + r)[:, None] * D + d[None, :]
+    v, inv = _standardised(x, at, mask, d, D, eps)
+    g = tl.load(dy + at, mask=mask, other=0.0).to(tl.float32)
+    to = part + (model * tl.num_programs(0) + tile) * 2 * D + d
+    tl.store(to, tl.sum(g * v, 0), mask=d < D)
+    tl.store(to + D, tl.sum(g, 0), mask=d < D)
+    g *= tl.load(weight + model * D + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
+    mean_g = tl.sum(g, 1) / D
+    mean_gv = tl.sum(g * v, 1) / D
+    out = inv[:, None] * (g - mean_g[:, None] - v * mean_gv[:, None])
+    tl.store(dx + at, out.to(dx.dtype.element_ty), mask=mask)
+
+
+def _rows_at_once(width: int) -> dict[str, int]:
+    bd = max(16, pow2(width))
+    return {"BR": max(1, 4096 // bd), "BD": bd}
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    n, rows, width = x.shape
+    y = torch.empty_like(x, dtype=dtype)
+    options = _rows_at_once(width)
+    launch(
+        _layer_norm_kernel, (triton.cdiv(rows, options["BR"]), n), x, y, weight, bias, rows, width,
+        eps, **options, num_warps=4,
+    )  # fmt: skip
+    return y
+
+
+def layer_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Any, ...]:
+    """Gradients of (x, weight, bias)."""
+    n, rows, width = x.shape
+    options = _rows_at_once(width)
+    tiles = triton.cdiv(rows, options["BR"])
+    dx = torch.empty_like(x)
+    part = x.new_empty(n, tiles, 2, width, dtype=torch.float32)
+    launch(
+        _layer_norm_grad_kernel, (tiles, n), x, dy, dx, part, weight, rows, width, eps, **options,
+        num_warps=4,
+    )  # fmt: skip
+    sums = part.sum(1)
+    return dx, sums[:, 0], sums[:, 1]
