@@ -61,8 +61,10 @@ for plain, beside in zip(results(True, True, 2), results(True, True, 2, diverged
     torch.testing.assert_close(beside[0], plain[0])  # no model sees another, whatever becomes of it
 param, grad = torch.randn(2, 3000)
 moved = param.clone()
-hopper.kernels.descend(moved, grad, torch.tensor(0.1))
+rounded = torch.empty(3000, dtype=torch.bfloat16)
+hopper.kernels.descend(moved, grad, torch.tensor(0.1), rounded)
 torch.testing.assert_close(moved, param - 0.1 * grad)
+torch.testing.assert_close(rounded, moved.bfloat16())
 """
 
 

@@ -12,7 +12,7 @@ import functools
 import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,7 +56,8 @@ def _works(device: torch.device) -> bool:
         return False
     try:
         with torch.cuda.device(device):
-            kernels.descend(*(torch.zeros(1, device=device) for _ in range(3)))
+            param, direction, rate = torch.zeros(3, 1, device=device)
+            kernels.descend(param, direction, rate, None)
     except Exception as error:  # whatever a compiler, or the lack of one, can stumble over
         log.warning("convolutions run without kernels of their own, slower: %s", error)
         return False
@@ -76,13 +77,38 @@ def dense_layout(tensor: Tensor) -> Tensor:
     return _first(tensor.permute(0, 1, 3, 4, 2).clone(memory_format=torch.contiguous_format))
 
 
-def descend(param: Tensor, grad: Tensor, rate: Tensor) -> None:
-    """param −= rate·grad, in float32 whatever the gradient is in."""
-    alike = param.stride() == grad.stride() and param.dtype == torch.float32
-    if usable(grad) and alike and param.numel() >= LARGE:
-        kernels.descend(param, grad, rate)
-    else:
-        param.addcmul_(grad.to(param.dtype), rate, value=-1)
+class Move(NamedTuple):
+    """A parameter, where it goes, and its rounded copy, where one is kept."""
+
+    param: Tensor
+    direction: Tensor
+    rounded: Tensor | None = None
+
+
+def descend(moves: Sequence[Move], rate: Tensor) -> None:
+    """param −= rate·direction, in float32 whatever the direction is in."""
+    small = []
+    for move in moves:
+        param, direction, rounded = move
+        if _has_kernel(move):
+            kernels.descend(param, direction, rate, rounded)
+        elif param.is_cuda:
+            small.append(move)
+        else:
+            param.addcmul_(direction.to(param.dtype), rate, value=-1)
+    if small:  # one kernel for many, each of which is over before the next has begun
+        directions = [move.direction.to(move.param.dtype) for move in small]
+        torch._foreach_sub_([move.param for move in small], torch._foreach_mul(directions, rate))
+        for param, _, rounded in small:
+            if rounded is not None:
+                rounded.copy_(param)
+
+
+def _has_kernel(move: Move) -> bool:
+    param, direction, rounded = move
+    alike = all(t.stride() == param.stride() for t in (direction, rounded) if t is not None)
+    wide = param.dtype == torch.float32 and param.numel() >= LARGE
+    return alike and wide and usable(direction)
 
 
 def _last(x: Tensor) -> Tensor:

@@ -46,6 +46,8 @@ class Tensors:
     own: Mapping[str, Tensor]
     first: int | None = None
     buffers_of_rest: Mapping[str, Tensor] = field(default_factory=dict)
+    counters: list[Tensor] = field(default_factory=list)
+    """Of the batches that BatchNorm layers have seen; one more, in the end."""
 
     def __getitem__(self, name: str) -> Tensor:
         return self.own[name]
@@ -180,7 +182,10 @@ def _layer_norm(layer: nn.LayerNorm, tensors: Tensors, at: str, x: Tensor) -> Te
 
 def _by_sample(layer: nn.Module, tensors: Tensors, at: str, x: Tensor) -> Tensor:
     """A layer without parameters that looks at each sample alone."""
-    y: Tensor = layer(x.flatten(0, 1))
+    samples = x.flatten(0, 1)
+    if isinstance(layer, nn.AvgPool2d):  # on a GPU, its gradient is wrong with channels last
+        samples = samples.contiguous()
+    y: Tensor = layer(samples)
     return y.reshape(*x.shape[:2], *y.shape[1:])
 
 
@@ -201,8 +206,7 @@ def batch_norm(layer: nn.BatchNorm2d, tensors: Tensors, at: str, x: Tensor) -> T
     if tracked:
         owners = [tensors.own] if tensors.first is None else [tensors.own, tensors.buffers_of_rest]
         running = [(own[at + "running_mean"], own[at + "running_var"]) for own in owners]
-        for own in owners:
-            own[at + "num_batches_tracked"].add_(1)
+        tensors.counters.extend(own[at + "num_batches_tracked"] for own in owners)
     first, momentum = tensors.first or x.shape[1], layer.momentum or 0.0
     if x.ndim == 5 and hopper.usable(x):
         return hopper.batch_norm(x, weight, bias, running, momentum, layer.eps, first)

@@ -108,13 +108,15 @@ class RecordedTraining:
         def of_now(positions: Tensor) -> Tensor:
             return positions.index_select(1, self._number).squeeze(1)
 
+        self._rounded = step.rounded(self._state[0].models)
+
         def one_step() -> None:
             moving, inputs, drawn, public_start = self._state
             now = Drawn(*([of_now(positions) for positions in part] for part in drawn))
-            step(moving, inputs, samples, now, public_start, self._rate)
+            step(moving, inputs, samples, now, public_start, self._rate, self._rounded)
             self._number.add_(1).remainder_(self._steps)
 
-        changes = [self._number, *tree_flatten(self._state[0])[0]]
+        changes = [self._number, *tree_flatten((self._state[0], self._rounded))[0]]
         self._recording = Recording(one_step, changes, device)
 
     def run(
@@ -124,6 +126,9 @@ class RecordedTraining:
         state = (moving, inputs, draws.drawn, draws.public_start)
         for place, value in zip(tree_flatten(self._state)[0], tree_flatten(state)[0], strict=True):
             place[: len(value)] = value
+        for network, copies in self._rounded.items():
+            for name, copied in copies.items():
+                copied.copy_(self._state[0].models[network].params[name])
         self._number.zero_()
         self._rate.fill_(rate)
         trained: dict[int, Trained] = {}

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from perfed.core.algorithm import Network, Private, Public, trainable
+from perfed.core.algorithm import Network, Private, Public, free_parameters, trainable
 from perfed.core.augmentation import CODES, augmented
 from perfed.core.errors import ConfigError
 from perfed.core.gradients import check_sample_gradients, clipped_mean
@@ -328,8 +328,9 @@ class StackedStep:
         drawn: Drawn,
         public_start: Tensor,
         rate: Tensor,
+        kept: Mapping[str, Mapping[str, Tensor]] | None = None,
     ) -> None:
-        """Change ``moving`` in place."""
+        """Change ``moving`` in place, and the rounded copies that are kept beside it."""
         seen = self._seen(samples, drawn, public_start)
         if not self._tried:  # try it on a copy, which tells what the objective asks for
             self._try({name: w.clone() for name, w in moving.models.items()}, inputs, seen)
@@ -337,14 +338,19 @@ class StackedStep:
             name: Weights({n: t.detach() for n, t in w.params.items()}, *w[1:])
             for name, w in moving.models.items()
         }
-        gradients = self._gradients(attached, inputs, seen)
+        kept = kept or {}
+        gradients = self._gradients(attached, inputs, seen, kept)
         with torch.no_grad():
             for network, own in gradients.items():
                 weights = attached[network]
                 free = trainable(self._modules[network].training, weights)
                 params = {name: tensor.detach() for name, tensor in free.items()}
-                for name, direction in self._directions(own, params, moving.states[network]):
-                    hopper.descend(params[name], direction, rate)
+                copies = kept.get(network, {})
+                moves = [
+                    hopper.Move(params[name], direction, copies.get(name))
+                    for name, direction in self._directions(own, params, moving.states[network])
+                ]
+                hopper.descend(moves, rate)
 
     def _try(self, models: dict[str, Weights], inputs: list[Tensor], seen: Seen) -> None:
         try:
@@ -371,14 +377,22 @@ class StackedStep:
         return Seen([*zip(images, labels, strict=True)], publics, keys)
 
     def _gradients(
-        self, models: dict[str, Weights], inputs: list[Tensor], seen: Seen
+        self,
+        models: dict[str, Weights],
+        inputs: list[Tensor],
+        seen: Seen,
+        kept: Mapping[str, Mapping[str, Tensor]],
     ) -> dict[str, Named]:
         """By network. Where a matrix was rounded there may be two: of what the network used, and
         of what the objective did with the parameter itself."""
         params = {name: trainable(self._modules[name].training, w) for name, w in models.items()}
         if self._sample_clip is not None:
             return self._clipped(models, params, inputs, seen)
-        rounded = {name: self._rounded(self._modules[name], w) for name, w in models.items()}
+        copies = kept or self.rounded(models)
+        rounded = {
+            network: {name: tensor.detach().requires_grad_() for name, tensor in own.items()}
+            for network, own in copies.items()
+        }
         losses = self._losses(models, rounded, inputs, seen)
         places = [
             (network, name, tensor)
@@ -456,19 +470,19 @@ class StackedStep:
         with addressed(seen.keys):
             return vmap(function, randomness=randomness)(*stacked)
 
-    def _rounded(self, module: StackedModule, weights: Weights) -> dict[str, Tensor]:
-        """Under autocast, the matrices as the network uses them. Their gradients are taken in that
+    def rounded(self, models: Mapping[str, Weights]) -> dict[str, dict[str, Tensor]]:
+        """Under autocast, the matrices as each network uses them. Their gradients are taken in that
         precision, and need not be widened before they meet the weights."""
+        return {name: self._rounded(self._modules[name], own) for name, own in models.items()}
+
+    def _rounded(self, module: StackedModule, weights: Weights) -> dict[str, Tensor]:
         plan, params = module.plans[True], weights.params
         kind = next((t.device.type for t in params.values()), "cpu")
-        if plan is None or not torch.is_autocast_enabled(kind):
+        if plan is None or self._sample_clip is not None or not torch.is_autocast_enabled(kind):
             return {}
+        free = free_parameters(module.training)
         dtype = torch.get_autocast_dtype(kind)
-        return {
-            name: params[name].detach().to(dtype).requires_grad_()
-            for name in plan.matrices()
-            if params[name].requires_grad
-        }
+        return {name: params[name].detach().to(dtype) for name in plan.matrices() if name in free}
 
     def _loss_of_one(
         self,

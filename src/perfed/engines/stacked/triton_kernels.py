@@ -951,17 +951,23 @@ def norm_backward(
 
 
 @triton.jit
-def _descend_kernel(param, grad, rate, size, BLOCK: tl.constexpr):
+def _descend_kernel(
+    param, grad, rate, rounded, size, ROUND: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < size
     g = tl.load(grad + at, mask=mask).to(tl.float32)
     p = tl.load(param + at, mask=mask)
-    tl.store(param + at, p - tl.load(rate) * g, mask=mask)
+    p -= tl.load(rate) * g
+    tl.store(param + at, p, mask=mask)
+    if ROUND:
+        tl.store(rounded + at, p.to(rounded.dtype.element_ty), mask=mask)
 
 
-def descend(param: Tensor, grad: Tensor, rate: Tensor) -> None:
-    """param −= rate·grad in float32; both lie in memory alike."""
+def descend(param: Tensor, grad: Tensor, rate: Tensor, rounded: Tensor | None) -> None:
+    """param −= rate·grad in float32, and a rounded copy of it; all lie in memory alike."""
     launch(
-        _descend_kernel, (triton.cdiv(param.numel(), 4096),), param, grad, rate, param.numel(),
+        _descend_kernel, (triton.cdiv(param.numel(), 4096),), param, grad, rate,
+        param if rounded is None else rounded, param.numel(), ROUND=rounded is not None,
         BLOCK=4096, num_warps=8,
     )  # fmt: skip

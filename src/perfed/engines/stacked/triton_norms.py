@@ -58,9 +58,9 @@ def _group_norm_kernel(
     mean = _over_group(own, LANES) / G
     off = tl.where(here, own - mean, 0.0)
     inv = tl.rsqrt(_over_group(m2 + rows * off * off, LANES) / count + eps)
-    at = sample * (C // G) + group
-    tl.store(mean_out + at, mean, mask=here & (lane % LANES == 0))
-    tl.store(inv_out + at, inv, mask=here & (lane % LANES == 0))
+    place = sample * (C // G) + group
+    tl.store(mean_out + place, mean, mask=here & (lane % LANES == 0))
+    tl.store(inv_out + place, inv, mask=here & (lane % LANES == 0))
     scale = tl.load(weight + model * C + c, mask=here, other=0.0).to(tl.float32) * inv
     b = tl.load(bias + model * C + c, mask=here, other=0.0).to(tl.float32)
     for r0 in range(0, rows, BR):
