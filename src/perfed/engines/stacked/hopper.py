@@ -97,11 +97,18 @@ def descend(moves: Sequence[Move], rate: Tensor) -> None:
         else:
             param.addcmul_(direction.to(param.dtype), rate, value=-1)
     if small:  # one kernel for many, each of which is over before the next has begun
-        directions = [move.direction.to(move.param.dtype) for move in small]
+        directions = [_like(move.param, move.direction) for move in small]
         torch._foreach_sub_([move.param for move in small], torch._foreach_mul(directions, rate))
         for param, _, rounded in small:
             if rounded is not None:
                 rounded.copy_(param)
+
+
+def _like(param: Tensor, direction: Tensor) -> Tensor:
+    """In its precision and layout: one that differs would send all of them one by one."""
+    if direction.stride() == param.stride():
+        return direction.to(param.dtype)
+    return torch.empty_like(param).copy_(direction)
 
 
 def _has_kernel(move: Move) -> bool:

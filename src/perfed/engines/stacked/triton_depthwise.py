@@ -24,7 +24,8 @@ from perfed.engines.stacked.triton_kernels import (
     pow2,
 )
 
-_SIZES = ["rows", "per_split", "tiles", "C", "TH", "TW", "SH", "SW", "pad_h", "pad_w"]
+# Not C: where it is a multiple of 16, channels are loaded eight at a time.
+_SIZES = ["rows", "per_split", "tiles", "TH", "TW", "SH", "SW", "pad_h", "pad_w"]
 
 
 @triton.jit
@@ -63,7 +64,7 @@ def _depthwise_kernel(
             there = (image * SH + from_h) * SW + from_w
             inside = known & (in_h & in_w)[:, None]
             value = tl.load(x + there[:, None] * C + c[None, :], mask=inside, other=0.0)
-            weight = tl.load(w + (model * C + c) * (KH * KW) + i * KW + j, mask=c < C, other=0.0)
+            weight = tl.load(w + (model * (KH * KW) + i * KW + j) * C + c, mask=c < C, other=0.0)
             acc += value.to(tl.float32) * weight.to(tl.float32)[None, :]
     if HAS_BIAS:
         acc += tl.load(bias + model * C + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
@@ -89,8 +90,8 @@ def _depthwise_weight_kernel(
     c = tl.program_id(2) * BC + tl.arange(0, BC)
     x += model.to(tl.int64) * (rows // (TH * TW)) * SH * SW * C
     dy += model.to(tl.int64) * rows * C
-    number = tl.arange(0, TAPS)
-    acc = tl.zeros((TAPS, BC), tl.float32)
+    tap = tl.arange(0, TAPS)
+    acc = tl.zeros((TAPS, BR, BC), tl.float32)
     last = tl.minimum((split + 1) * per_split, rows)
     for start in range(split * per_split, last, BR):
         r = start + tl.arange(0, BR)
@@ -99,18 +100,16 @@ def _depthwise_weight_kernel(
         v = r % TW
         known = (r < last)[:, None] & (c < C)[None, :]
         g = tl.load(dy + r[:, None] * C + c[None, :], mask=known, other=0.0).to(tl.float32)
-        for i in tl.static_range(KH):
-            from_h, in_h = _source(h, i, pad_h, SH, SY, DY, True)
-            for j in tl.static_range(KW):
-                from_w, in_w = _source(v, j, pad_w, SW, SX, DX, True)
-                there = (image * SH + from_h) * SW + from_w
-                inside = known & (in_h & in_w)[:, None]
-                value = tl.load(x + there[:, None] * C + c[None, :], mask=inside, other=0.0)
-                found = tl.sum(g * value.to(tl.float32), 0)
-                acc += tl.where((number == i * KW + j)[:, None], found[None, :], 0.0)
+        from_h, in_h = _source(h[None, :], (tap // KW)[:, None], pad_h, SH, SY, DY, True)
+        from_w, in_w = _source(v[None, :], (tap % KW)[:, None], pad_w, SW, SX, DX, True)
+        there = (image[None, :] * SH + from_h) * SW + from_w
+        inside = in_h & in_w & (tap < KH * KW)[:, None] & (r < last)[None, :]
+        value = tl.load(x + there[:, :, None] * C + c[None, None, :],
+                        mask=inside[:, :, None] & (c < C)[None, None, :], other=0.0)  # fmt: skip
+        acc += g[None, :, :] * value.to(tl.float32)
     base = out + ((split * tl.num_programs(1) + model) * C + c) * (KH * KW)
-    mask = (c < C)[None, :] & (number < KH * KW)[:, None]
-    tl.store(base[None, :] + number[:, None], acc, mask=mask)
+    mask = (c < C)[None, :] & (tap < KH * KW)[:, None]
+    tl.store(base[None, :] + tap[:, None], tl.sum(acc, 1), mask=mask)
 
 
 def _constants(kernel: Pair, geometry: Geometry) -> dict[str, int]:
@@ -128,12 +127,13 @@ def _run(
     n, batch, height, width, c = y.shape
     rows, br, bc = batch * height * width, 64, _block(c)
     tiles = triton.cdiv(rows, br)
+    by_tap = w.flatten(2).mT.contiguous()  # so that those of neighbouring channels are neighbours
     moments = None
     if forward and rows % br == 0:
         moments = Moments(x.new_empty(n, tiles, 2, c, dtype=torch.float32), br)
     launch(
-        _depthwise_kernel, (tiles, n, triton.cdiv(c, bc)), x, w, w if bias is None else bias, y,
-        w if moments is None else moments.part, rows, tiles, c, height, width, *x.shape[2:4],
+        _depthwise_kernel, (tiles, n, triton.cdiv(c, bc)), x, by_tap,
+        w if bias is None else bias, y, w if moments is None else moments.part, rows, tiles, c, height, width, *x.shape[2:4],
         *geometry[1], **_constants((w.shape[2], w.shape[3]), geometry), FORWARD=forward,
         HAS_BIAS=bias is not None, MOMENTS=moments is not None, BR=br, BC=bc, num_warps=4,
     )  # fmt: skip
@@ -156,16 +156,17 @@ def depthwise_input_grad(dy: Tensor, w: Tensor, size: Pair, geometry: Geometry) 
 
 def depthwise_weight_grad(x: Tensor, dy: Tensor, kernel: Pair, geometry: Geometry) -> Tensor:
     n, batch, height, width, c = dy.shape
-    rows, br, bc = batch * height * width, 64, _block(c)
+    taps, bc = pow2(kernel[0] * kernel[1]), _block(c)
+    rows, br = batch * height * width, max(2, 128 // taps)
     blocks = n * triton.cdiv(c, bc)
-    splits = max(1, min(triton.cdiv(2112, blocks), rows // (4 * br)))
+    splits = max(1, min(triton.cdiv(2112, blocks), rows // (32 * br)))
     per_split = triton.cdiv(triton.cdiv(rows, splits), br) * br
     splits = triton.cdiv(rows, per_split)
     out = x.new_empty(splits, n, c, *kernel, dtype=torch.float32)
     options: dict[str, Any] = _constants(kernel, geometry)
     launch(
         _depthwise_weight_kernel, (splits, n, triton.cdiv(c, bc)), x, dy, out, rows, per_split, c,
-        height, width, *x.shape[2:4], *geometry[1], **options, TAPS=pow2(kernel[0] * kernel[1]),
-        BR=br, BC=bc, num_warps=4,
+        height, width, *x.shape[2:4], *geometry[1], **options, TAPS=taps, BR=br, BC=bc,
+        num_warps=8,
     )  # fmt: skip
     return out.sum(0).to(x.dtype)

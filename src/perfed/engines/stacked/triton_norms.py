@@ -16,7 +16,8 @@ from torch import Tensor
 
 from perfed.engines.stacked.triton_kernels import jit, launch, pow2
 
-_SIZES = ["rows", "B", "C", "per_model", "D"]
+# Not C and D: where they are multiples of 16, several values are loaded at a time.
+_SIZES = ["rows", "B", "samples", "per_model"]
 
 
 @triton.jit
@@ -27,6 +28,20 @@ def _over_group(values, LANES: tl.constexpr):
     return tl.broadcast_to(sums[:, None], (groups, LANES)).reshape(values.shape[0])
 
 
+@triton.jit
+def _dealt(C, G: tl.constexpr, LANES: tl.constexpr, BC: tl.constexpr):
+    """Of each lane its number, group and channel, and whether it has one."""
+    lane = tl.arange(0, BC)
+    group = tl.program_id(1) * (BC // LANES) + lane // LANES
+    if G == LANES:  # said so that the compiler sees that channels follow each other
+        c = tl.program_id(1) * BC + lane
+        here = c < C
+    else:
+        c = group * G + lane % LANES
+        here = (lane % LANES < G) & (c < C)
+    return lane, group, c, here
+
+
 @jit(_SIZES)
 def _group_norm_kernel(
     x, y, mean_out, inv_out, weight, bias, rows, B, C, eps,
@@ -35,10 +50,7 @@ def _group_norm_kernel(
     """One sample's groups, BC // LANES of them; a group of G channels has LANES lanes."""
     sample = tl.program_id(0)
     model = sample // B
-    lane = tl.arange(0, BC)
-    group = tl.program_id(1) * (BC // LANES) + lane // LANES
-    c = group * G + lane % LANES
-    here = (lane % LANES < G) & (c < C)
+    lane, group, c, here = _dealt(C, G, LANES, BC)
     x += sample.to(tl.int64) * rows * C
     y += sample.to(tl.int64) * rows * C
     shift = tl.load(x + c, mask=here, other=0.0).to(tl.float32)  # keeps the squares small
@@ -76,16 +88,13 @@ def _group_norm_kernel(
 
 @jit(_SIZES)
 def _group_norm_grad_kernel(
-    x, dy, dx, part, mean_in, inv_in, weight, bias, rows, B, C,
+    x, dy, dx, part, mean_in, inv_in, weight, bias, samples, rows, B, C,
     G: tl.constexpr, LANES: tl.constexpr, RELU: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """The input's gradient, and one sample's part of those of weight and bias."""
     sample = tl.program_id(0)
     model = sample // B
-    lane = tl.arange(0, BC)
-    group = tl.program_id(1) * (BC // LANES) + lane // LANES
-    c = group * G + lane % LANES
-    here = (lane % LANES < G) & (c < C)
+    _lane, group, c, here = _dealt(C, G, LANES, BC)
     x += sample.to(tl.int64) * rows * C
     dy += sample.to(tl.int64) * rows * C
     dx += sample.to(tl.int64) * rows * C
@@ -108,8 +117,8 @@ def _group_norm_grad_kernel(
         sum_gx += g * v
     of_bias = tl.sum(sum_g, 0)
     of_weight = tl.sum(sum_gx, 0)
-    tl.store(part + sample * 2 * C + c, of_weight, mask=here)
-    tl.store(part + (sample * 2 + 1) * C + c, of_bias, mask=here)
+    tl.store(part + sample * C + c, of_weight, mask=here)
+    tl.store(part + (samples + sample) * C + c, of_bias, mask=here)
     count = rows.to(tl.float32) * G
     mean_g = _over_group(w * of_bias, LANES) / count
     mean_gx = _over_group(w * of_weight, LANES) / count
@@ -160,15 +169,15 @@ def group_norm_backward(
     n, batch, height, width, c = x.shape
     groups = mean.shape[2]
     dx = torch.empty_like(x)
-    part = x.new_empty(n, batch, 2, c, dtype=torch.float32)
+    part = x.new_empty(2, n, batch, c, dtype=torch.float32)
     options = _lanes(c, groups)
     launch(
         _group_norm_grad_kernel, (n * batch, groups * options["LANES"] // options["BC"]), x, dy,
-        dx, part, mean, inv, weight, bias, height * width, batch, c, **options, RELU=relu,
-        num_warps=4,
+        dx, part, mean, inv, weight, bias, n * batch, height * width, batch, c, **options,
+        RELU=relu, num_warps=4,
     )  # fmt: skip
-    sums = part.sum(1)
-    return dx, sums[:, 0], sums[:, 1]
+    of_weight, of_bias = part.sum(2)
+    return dx, of_weight, of_bias
 
 
 @triton.jit
@@ -209,9 +218,10 @@ def _layer_norm_grad_kernel(
     at = (model.to(tl.int64) * per_model + r)[:, None] * D + d[None, :]
     v, inv = _standardised(x, at, mask, d, D, eps)
     g = tl.load(dy + at, mask=mask, other=0.0).to(tl.float32)
-    to = part + (model * tl.num_programs(0) + tile) * 2 * D + d
+    tiles = tl.num_programs(0)
+    to = part + (model * tiles + tile) * D + d
     tl.store(to, tl.sum(g * v, 0), mask=d < D)
-    tl.store(to + D, tl.sum(g, 0), mask=d < D)
+    tl.store(to + tl.num_programs(1) * tiles * D, tl.sum(g, 0), mask=d < D)
     g *= tl.load(weight + model * D + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
     mean_g = tl.sum(g, 1) / D
     mean_gv = tl.sum(g * v, 1) / D
@@ -241,10 +251,10 @@ def layer_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float) -> tu
     options = _rows_at_once(width)
     tiles = triton.cdiv(rows, options["BR"])
     dx = torch.empty_like(x)
-    part = x.new_empty(n, tiles, 2, width, dtype=torch.float32)
+    part = x.new_empty(2, n, tiles, width, dtype=torch.float32)
     launch(
         _layer_norm_grad_kernel, (tiles, n), x, dy, dx, part, weight, rows, width, eps, **options,
         num_warps=4,
     )  # fmt: skip
-    sums = part.sum(1)
-    return dx, sums[:, 0], sums[:, 1]
+    of_weight, of_bias = part.sum(2)
+    return dx, of_weight, of_bias
