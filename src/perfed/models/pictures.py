@@ -317,8 +317,11 @@ class _Block(nn.Module):
 
     def _attended(self, x: Tensor) -> Tensor:
         batch, steps, width = x.shape
-        parts = self.queries_keys_values(x).reshape(batch, steps, 3, self.heads, -1)
-        seen = scaled_dot_product_attention(*parts.permute(2, 0, 3, 1, 4))
+        queries, keys, values = (
+            part.reshape(batch, steps, self.heads, -1).transpose(1, 2)
+            for part in self.queries_keys_values(x).chunk(3, -1)
+        )
+        seen = scaled_dot_product_attention(queries, keys, values)
         joined: Tensor = self.joined(seen.transpose(1, 2).reshape(batch, steps, width))
         return joined
 

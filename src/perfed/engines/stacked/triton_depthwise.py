@@ -133,8 +133,9 @@ def _run(
         moments = Moments(x.new_empty(n, tiles, 2, c, dtype=torch.float32), br)
     launch(
         _depthwise_kernel, (tiles, n, triton.cdiv(c, bc)), x, by_tap,
-        w if bias is None else bias, y, w if moments is None else moments.part, rows, tiles, c, height, width, *x.shape[2:4],
-        *geometry[1], **_constants((w.shape[2], w.shape[3]), geometry), FORWARD=forward,
+        w if bias is None else bias, y, w if moments is None else moments.part, rows, tiles, c,
+        height, width, *x.shape[2:4], *geometry[1],
+        **_constants((w.shape[2], w.shape[3]), geometry), FORWARD=forward,
         HAS_BIAS=bias is not None, MOMENTS=moments is not None, BR=br, BC=bc, num_warps=4,
     )  # fmt: skip
     return moments
