@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,3 +133,21 @@ def test_networks_and_samples_that_do_not_fit_are_refused() -> None:
         Simulation(tiny(models=["token-mean"]))
     with pytest.raises(ConfigError, match=r"training.augment: needs images.* 20 tokens of 541"):
         Simulation(experiment(training=TRAINING | {"augment": ["flip"]}))
+
+
+@pytest.mark.parametrize("preset", ["phrases-languages", "sensors-placements"])
+def test_a_preset_learns_well_above_the_majority(preset: str) -> None:
+    """A few rounds of everybody alone are enough to see it."""
+    comparison = perfed.load(preset)
+    assert isinstance(comparison, perfed.Comparison)
+    one = dataclasses.replace(comparison.experiment, algorithm=perfed.algorithms.build("local"))
+    simulation = play(Simulation(one, how=STACKED), 8)
+    columns = simulation.population.evaluate(simulation.evaluation_messages(8), 8)
+    labels = simulation.federation.samples.y
+    majority = np.mean(
+        [
+            (labels[split.test] == np.bincount(labels[split.train]).argmax()).mean()
+            for split in simulation.federation.splits
+        ]
+    )
+    assert columns["personal"]["test_accuracy"].mean() > majority + 0.15

@@ -126,6 +126,9 @@ def test_a_network_of_ones_own_is_told_the_vocabulary() -> None:
     assert parameter_count(made(Own)) == 11 * 3 + (21 + 1) * 4
     with pytest.raises(ConfigError, match="required positional argument: 'vocabulary'"):
         made(Own, Inputs((7,)))
+    too_few = nn.Sequential(nn.Embedding(10, 2), nn.Flatten(), nn.Linear(14, 4))
+    with pytest.raises(ConfigError, match="cannot take samples of 7 tokens of 11: index out of ra"):
+        made(too_few)
 
 
 def test_whole_numbers_are_measurements_to_networks_for_numbers() -> None:

@@ -45,7 +45,7 @@ def check_tokens(x: np.ndarray, vocabulary: int, what: str) -> None:
     if x.size and (x.min() < 0 or x.max() >= vocabulary):
         where = np.argwhere((x < 0) | (x >= vocabulary))[0]
         raise DataError(
-            f"{what}: token {x[tuple(where)]:.0f} at {where.tolist()} is out of range: with "
+            f"{what}: token {int(x[tuple(where)])} at {where.tolist()} is out of range: with "
             f"vocabulary {vocabulary} they are 0 … {vocabulary - 1}"
         )
 

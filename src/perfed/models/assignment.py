@@ -151,6 +151,8 @@ def build_module(architecture: Architecture, inputs: Inputs | Shape, classes: in
             x = inputs.zeros(2)
             with torch.no_grad():
                 output = module(x)
+                if inputs.tokens:  # a GPU would fail beyond repair on one that is too high
+                    module(x + inputs.vocabulary - 1)
     except ConfigError:
         raise
     except Exception as error:  # whatever a user's own module raises
@@ -189,8 +191,8 @@ def build_module(architecture: Architecture, inputs: Inputs | Shape, classes: in
 def _check_kind(architecture: Architecture, inputs: Inputs) -> None:
     if architecture.takes == "tokens" and not inputs.tokens:
         raise ConfigError(
-            f"'{architecture.label()}' needs tokens, and these samples are numbers, "
-            f"{shape_text(inputs.shape)}: if they are tokens, set data.vocabulary",
+            f"'{architecture.label()}' needs tokens, and these samples are numbers (shape "
+            f"{shape_text(inputs.shape)}): if they are tokens, set data.vocabulary",
             "models",
         )
     if architecture.takes == "numbers" and inputs.tokens:
