@@ -14,8 +14,8 @@ from perfed.core.errors import ConfigError, DataError
 from perfed.core.inputs import Tokens
 
 VOCABULARY_HELP = (
-    "samples are tokens, whole numbers from 0 to one less than this; 0: they are numbers, but "
-    "samples × length of integers (int16 or wider) are tokens where the network takes tokens"
+    "samples are tokens, whole numbers below this; 0: numbers, but integers (int16 or wider, "
+    "samples × length) are tokens to a network for tokens"
 )
 MOST_FOUND = 1 << 20
 """Whole numbers beyond this are no tokens unless it is said: the largest vocabularies in use have
