@@ -102,9 +102,7 @@ def central_teacher(experiment: Experiment, path: Path) -> None:
     x = torch.tensor(federation.samples.x[held]).float()
     y = torch.tensor(federation.samples.y[held]).long()
     torch.manual_seed(e.seed)
-    network = build_module(
-        architectures.build(CNN), federation.input_shape, federation.samples.classes
-    )
+    network = build_module(architectures.build(CNN), federation.inputs, federation.samples.classes)
     optimizer = torch.optim.SGD(network.parameters(), e.training.learning_rate)
     for _ in range(CENTRAL_STEPS):
         batch = torch.randint(len(y), (64,))

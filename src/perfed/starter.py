@@ -146,7 +146,9 @@ class Start:
         return max(2, min(MOST_CLIENTS, len(self.samples.x) // SAMPLES_A_CLIENT))
 
     def likely_model(self) -> str:
-        shape = self.samples.x.shape[1:]
+        shape, tokens = self.samples.x.shape[1:], self.samples.tokens
+        if tokens and tokens.declared:
+            return "token-mean"
         return "cnn" if len(shape) == 3 and min(shape[1:]) >= 8 else "mlp"
 
     def described(self) -> str:

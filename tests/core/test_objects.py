@@ -18,7 +18,7 @@ from perfed.core import objects
 from perfed.core.errors import ConfigError
 from perfed.core.objects import give, import_object, import_path, path_or_name
 from perfed.core.schema import plain
-from perfed.models import architectures
+from perfed.models import architectures, build_module
 from tests.conftest import tiny
 
 FILE = '''
@@ -150,8 +150,9 @@ def test_components_of_a_file_reach_a_process_elsewhere(tmp_path: Path) -> None:
         "sys.stdout.buffer.write(pickle.dumps((a, m)))"
     )
     receiver = (
-        "import pickle, sys; a, m = pickle.load(sys.stdin.buffer); "
-        "print(a.often, a.label(), a.import_path, m.label(), m.build((4,), 2).weight.shape)"
+        "import pickle, sys; from perfed.models import build_module; "
+        "a, m = pickle.load(sys.stdin.buffer); module = build_module(m, (4,), 2); "
+        "print(a.often, a.label(), a.import_path, m.label(), module.weight.shape)"
     )
     sent = subprocess.run([sys.executable, "-c", sender], cwd=tmp_path, capture_output=True)
     assert sent.returncode == 0, sent.stderr
@@ -170,7 +171,7 @@ def test_a_built_module_is_sent_with_its_weights() -> None:
     module = nn.Linear(3, 2)
     sent = pickle.loads(pickle.dumps(architectures.build(module)))
     assert sent == architectures.build(module)
-    made = sent.build((3,), 2)
+    made = build_module(sent, (3,), 2)
     assert (made.weight == module.weight).all()
     assert made.weight is not module.weight
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from perfed.core.errors import ConfigError
+from perfed.core.inputs import precision_of
 from perfed.core.predictor import What
 from perfed.core.tree import Weights
 
@@ -20,11 +21,11 @@ from perfed.core.tree import Weights
 def outputs(
     module: nn.Module, head: str, tensors: dict[str, Tensor], x: Tensor, what: What
 ) -> Tensor:
-    """One network's logits or features, in the precision of ``x``: a network may compute in fewer
-    bits, what is made of its outputs does not."""
+    """One network's logits or features, in the precision of samples that are numbers: a network may
+    compute in fewer bits, what is made of its outputs does not."""
     if what == "logits":
         logits: Tensor = functional_call(module, tensors, (x,))
-        return logits.to(x.dtype)
+        return logits.to(precision_of(x))
     caught: list[Tensor] = []
 
     def catch(layer: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -40,7 +41,7 @@ def outputs(
         raise ConfigError(
             f"the network never calls its layer '{head}': name another", "models.head"
         )
-    return caught[-1].to(x.dtype)
+    return caught[-1].to(precision_of(x))
 
 
 def head_outputs(

@@ -2,6 +2,7 @@
 
 import perfed.data.cifar
 import perfed.data.files
+import perfed.data.generated
 import perfed.data.huggingface
 import perfed.data.pytorch
 import perfed.data.tables  # noqa: F401  (these register their datasets)

@@ -11,6 +11,7 @@ import numpy as np
 from torch.utils.data import Dataset as TorchDataset
 
 from perfed.core.errors import ConfigError
+from perfed.core.inputs import Tokens
 from perfed.core.registry import Component, Registry
 from perfed.core.schema import option
 from perfed.core.streams import numpy_stream
@@ -32,6 +33,8 @@ class Samples:
     origin: dict[str, Any] = field(default_factory=dict)
     """What a run directory keeps of a user's own data: its hash, and the names of the classes."""
     spare: Spare | None = None
+    tokens: Tokens | None = None
+    """That samples are tokens, which stay integers; None: they are numbers."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class Unlabeled:
     origin: dict[str, Any] = field(default_factory=dict)
     sizes: tuple[str, ...] = ()
     """Of images, before they were resized."""
+    tokens: Tokens | None = None
 
 
 class Dataset(Component):
@@ -62,7 +66,7 @@ class Dataset(Component):
     def unlabeled(self, seed: int) -> Unlabeled:
         """Its samples as another dataset's public set."""
         samples = self.load(seed)
-        return Unlabeled(samples.x, samples.index, samples.origin)
+        return Unlabeled(samples.x, samples.index, samples.origin, tokens=samples.tokens)
 
     @classmethod
     def expand(cls, value: Any) -> Any:
@@ -108,10 +112,10 @@ def finished(samples: Samples, count: int, seed: int) -> Samples:
     ids = samples.client_ids
     return dataclasses.replace(
         samples,
-        x=_numbers(samples, kept),
+        x=_numbers(samples, samples.x[kept]),
         y=samples.y[kept].copy(),
         index=samples.index[kept],
-        public_x=samples.public_x if samples.unscaled is not None else scaled(samples.public_x),
+        public_x=_numbers(samples, samples.public_x),
         client_ids=None if ids is None else ids[kept],
         spare=spare,
     )
@@ -123,22 +127,26 @@ def with_spare(samples: Samples, where: np.ndarray) -> Samples:
     stored = samples.spare.all
     return dataclasses.replace(
         samples,
-        x=np.concatenate([samples.x, _numbers(stored, where)]),
+        x=np.concatenate([samples.x, _numbers(stored, stored.x[where])]),
         y=np.concatenate([samples.y, stored.y[where]]),
         index=np.concatenate([samples.index, stored.index[where]]),
         client_ids=None,
     )
 
 
-def _numbers(stored: Samples, where: Any) -> np.ndarray:
+def _numbers(samples: Samples, x: np.ndarray) -> np.ndarray:
     # What is still to be standardised keeps its digits until then.
-    x = stored.x[where]
-    return x if stored.unscaled is not None else scaled(x)
+    return x if samples.unscaled is not None else stored(x, samples.tokens)
 
 
 def drawn(count: int, total: int, seed: int, purpose: str) -> np.ndarray:
     """Which of ``total`` are drawn, in their order."""
     return np.sort(numpy_stream(seed, purpose).permutation(total)[:count])
+
+
+def stored(x: np.ndarray, tokens: Tokens | None) -> np.ndarray:
+    """As a federation holds samples: tokens as integers, all else as float32."""
+    return x.astype(np.int64) if tokens else scaled(x)
 
 
 def scaled(x: np.ndarray) -> np.ndarray:

@@ -11,11 +11,13 @@ from typing import Any, Literal
 import numpy as np
 
 from perfed.core.errors import ConfigError
+from perfed.core.inputs import Inputs
 from perfed.core.notices import say_once
 from perfed.core.schema import Options, option
 from perfed.core.streams import numpy_stream
 from perfed.data.datasets import Dataset, Samples, with_spare
 from perfed.data.partition import Given, Partition, held_by, move_to_minimum
+from perfed.data.tokens import all_tokens, tokens_in
 
 FreshMix = Literal["test", "held"]
 SMALLEST_CLIENT = 3  # one sample each to train, to validate and to test
@@ -71,8 +73,9 @@ class Federation:
         return len(self.splits)
 
     @property
-    def input_shape(self) -> tuple[int, ...]:
-        return tuple(self.samples.x.shape[1:])
+    def inputs(self) -> Inputs:
+        """What one sample is."""
+        return Inputs(tuple(self.samples.x.shape[1:]), self.samples.tokens)
 
     @cached_property
     def train_sizes(self) -> np.ndarray:
@@ -115,7 +118,7 @@ def build_federation(
     fresh_mix: FreshMix = "test",
 ) -> Federation:
     """Load, divide among clients, and divide each client's samples."""
-    samples = dataset.load(seed)
+    samples = _recognised(dataset.load(seed))
     if clients * SMALLEST_CLIENT > len(samples.y):
         raise ConfigError(
             f"{clients} clients need at least {clients * SMALLEST_CLIENT} samples "
@@ -159,6 +162,15 @@ def build_federation(
         "sizes": [len(held) for held in holdings],
     }
     return Federation(samples, splits, facts)
+
+
+def _recognised(samples: Samples) -> Samples:
+    """A user's own dataset need not say that its samples are tokens."""
+    if samples.tokens is not None:
+        return samples
+    parts = [part for part in (samples.x, samples.public_x) if len(part)]
+    tokens = all_tokens([tokens_in(part, 0, "samples") for part in parts])
+    return replace(samples, tokens=tokens)
 
 
 def freshly_tested(

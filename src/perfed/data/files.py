@@ -6,7 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
 from perfed.core.errors import ConfigError, DataError, shape_text
+from perfed.core.inputs import Tokens
 from perfed.core.schema import option
 from perfed.data.datasets import datasets
 from perfed.data.picture_layout import LAYOUT_HELP, Layout, channels_first
@@ -28,6 +31,7 @@ from perfed.data.sources import (
     checked_labels,
     checked_samples,
 )
+from perfed.data.tokens import VOCABULARY_HELP, common_tokens, tokens_in
 
 
 @datasets.register("npz")
@@ -35,7 +39,8 @@ from perfed.data.sources import (
 class Npz(Files):
     """Your own arrays: ``x``, ``y``, and if there are any ``public`` and ``client`` (an id each).
 
-    Pictures have any layout; bytes (uint8, 0 … 255) are scaled to −1 … 1.
+    Pictures have any layout; bytes (uint8, 0 … 255) are scaled to −1 … 1. With ``vocabulary``,
+    samples are tokens.
     """
 
     endings = (".npz", ".npy")
@@ -43,6 +48,7 @@ class Npz(Files):
     path: str = option("", "the .npz file, or an .npy file of samples alone")
     labels: str = option("", "with an .npy file of samples: the .npy file of their labels")
     layout: Layout = option("auto", LAYOUT_HELP)
+    vocabulary: int = option(0, VOCABULARY_HELP, ge=0)
 
     def read_one(self, path: Path, labeled: bool) -> Contents:
         try:
@@ -67,19 +73,24 @@ class Npz(Files):
             raise DataError("no array 'x'")
         if labeled and y is None:
             raise DataError("no array 'y'" if path.suffix == ".npz" else "no labels: set 'labels'")
-        x = channels_first(checked_samples(x, "'x'"), self.layout, "'x'")
+        x, tokens = self._samples(x, "'x'")
         if not labeled:
-            return Contents(x)
+            return Contents(x, tokens=tokens)
         y = checked_labels(y, len(x))
         if client_ids is not None and client_ids.shape != y.shape:
             raise DataError(f"{len(y)} samples but {client_ids.size} client ids")
         if public is not None:
-            public = checked_samples(public, "'public'")
-            public = channels_first(public, self.layout, "'public'")
+            public, of_public = self._samples(public, "'public'")
+            tokens = common_tokens(tokens, of_public)
             if public.shape[1:] != x.shape[1:]:
                 theirs, ours = shape_text(public.shape[1:]), shape_text(x.shape[1:])
                 raise DataError(f"public samples are {theirs}, private ones {ours}")
-        return Contents(x, y, client_ids=client_ids, public=public)
+        return Contents(x, y, client_ids=client_ids, public=public, tokens=tokens)
+
+    def _samples(self, values: np.ndarray, what: str) -> tuple[np.ndarray, Tokens | None]:
+        x = checked_samples(values, what)
+        tokens = tokens_in(x, self.vocabulary, what)
+        return (x if tokens else channels_first(x, self.layout, what)), tokens
 
 
 @datasets.register("images")

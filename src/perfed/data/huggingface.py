@@ -23,8 +23,10 @@ from perfed.data.sources import (
     checked_samples,
     named_labels,
 )
+from perfed.data.tokens import VOCABULARY_HELP, tokens_in
 
 SAVED = ("state.json", "dataset_dict.json")  # what 'save_to_disk' leaves behind
+RAGGED = "sequences differ in length: fill them up to one length"
 ARRAYS = ("Array2D", "Array3D", "Array4D", "Sequence", "List", "LargeList")
 
 
@@ -46,6 +48,7 @@ class HuggingFace(OwnData):
     )
     target: str = option("label", "the label column: what is predicted")
     client: str = option("", "the column with the client of each sample; needs partition: given")
+    vocabulary: int = option(0, VOCABULARY_HELP, ge=0)
     size: tuple[int, ...] = option((), SIZE_HELP, ge=1)
     colours: Literal["rgb", "grey"] = option("rgb", COLOURS_HELP)
 
@@ -61,14 +64,16 @@ class HuggingFace(OwnData):
             _check_column(loaded, name, "inputs")
         x, sizes = self._samples(loaded, inputs)
         x = checked_samples(x, f"'{', '.join(inputs)}'")
+        one = len(inputs) == 1  # several columns of numbers are a table
+        tokens = tokens_in(x, self.vocabulary, f"'{inputs[0]}'") if one or self.vocabulary else None
         if not labeled:
-            return Contents(x, sizes=sizes)
+            return Contents(x, sizes=sizes, tokens=tokens)
         y, names = _labels(loaded, self.target)
         ids = None
         if self.client:
             _check_column(loaded, self.client, "client")
             ids = np.array([str(value) for value in loaded[self.client]])
-        return Contents(x, y, names, ids, sizes=sizes)
+        return Contents(x, y, names, ids, sizes=sizes, tokens=tokens)
 
     def _loaded(self) -> Any:
         library = needed("datasets", "huggingface", "name")
@@ -133,6 +138,8 @@ class HuggingFace(OwnData):
             x = columns[0] if len(inputs) == 1 else np.stack(columns, axis=1)
         except ValueError as error:
             raise DataError(f"'{', '.join(inputs)}' cannot be one array: {error}") from None
+        if x.dtype.kind == "O":  # how its library gives sequences that differ in length
+            raise DataError(f"'{', '.join(inputs)}': {RAGGED}")
         return (x[:, None] if x.ndim == 1 else x), ()
 
     def _images(self, loaded: Any, name: str) -> tuple[np.ndarray, tuple[str, ...]]:

@@ -26,6 +26,7 @@ from perfed.data.sources import (
     content_hash,
     too_high,
 )
+from perfed.data.tokens import VOCABULARY_HELP, tokens_in
 
 
 @datasets.register("torch")
@@ -42,6 +43,7 @@ class TorchData(OwnData):
         "", "file.py:Name or package.module:Name of the dataset, or of a function that returns it"
     )
     layout: Layout = option("auto", LAYOUT_HELP)
+    vocabulary: int = option(0, VOCABULARY_HELP, ge=0)
 
     def validate(self) -> None:
         if isinstance(self.path, str):
@@ -61,8 +63,11 @@ class TorchData(OwnData):
     def read(self, labeled: bool) -> Contents:
         found = import_object(self.path)
         contents = found if isinstance(found, Contents) else read_items(self._made(found))
-        x = channels_first(contents.x, self.layout, "the dataset")
-        return Contents(x, contents.y if labeled else None)
+        x, what = contents.x, "the dataset"
+        tokens = tokens_in(x, self.vocabulary, what)
+        if not tokens:
+            x = channels_first(x, self.layout, what)
+        return Contents(x, contents.y if labeled else None, tokens=tokens)
 
     def _made(self, found: Any) -> TorchDataset[Any]:
         if callable(found) and not isinstance(found, TorchDataset):
@@ -119,7 +124,7 @@ def _array(x: Any, number: int, before: list[np.ndarray]) -> np.ndarray:
     if before and array.shape != before[0].shape:
         raise DataError(
             f"item {number} of the dataset: x is of shape {array.shape}, the first was "
-            f"{before[0].shape}: all must be alike"
+            f"{before[0].shape}: all must be alike; fill up sequences to one length"
         )
     return array
 

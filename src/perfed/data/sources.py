@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from perfed.core.errors import ConfigError, DataError, shape_text
+from perfed.core.inputs import Tokens
 from perfed.core.notices import say_once
 from perfed.core.schema import option
 from perfed.data.datasets import (
@@ -26,9 +27,10 @@ from perfed.data.datasets import (
     drawn,
     finished,
     hold_out_public,
-    scaled,
+    stored,
 )
 from perfed.data.likeness import check_alike
+from perfed.data.tokens import all_tokens, common_tokens
 
 BY_CLIENT_HELP = (
     "'path' holds a folder of pictures, or a file, for each client, named like it; "
@@ -49,7 +51,8 @@ COLOURS_HELP = "three channels, or one"
 
 @dataclass(frozen=True)
 class Contents:
-    """What a source holds, in its order. Bytes are pixels, and become numbers from −1 to 1."""
+    """What a source holds, in its order. Bytes are pixels, and become numbers from −1 to 1, unless
+    they are tokens."""
 
     x: np.ndarray
     y: np.ndarray | None = None
@@ -64,6 +67,8 @@ class Contents:
     """Which of them are to be standardised."""
     sizes: tuple[str, ...] = ()
     """Of images, before they were resized."""
+    tokens: Tokens | None = None
+    """That samples, public ones too, are tokens."""
 
 
 @dataclass(frozen=True)
@@ -89,9 +94,10 @@ class OwnData(Dataset):
         origin = _origin(contents)
         if contents.public is None and not isinstance(self.public, Dataset):
             held = hold_out_public(contents.x, contents.y, self.public, seed, contents.client_ids)
-            public = None
+            public, tokens = None, contents.tokens
         else:
             public = self._public(contents, seed)
+            tokens = common_tokens(contents.tokens, public.tokens)
             origin["public"] = public.origin
             held = Samples(
                 contents.x,
@@ -107,6 +113,7 @@ class OwnData(Dataset):
             classes=len(contents.names) or held.classes,
             unscaled=contents.unscaled,
             origin=origin,
+            tokens=tokens,
         )
         samples = finished(held, self.samples, seed)
         if public is not None:
@@ -116,7 +123,8 @@ class OwnData(Dataset):
     def unlabeled(self, seed: int) -> Unlabeled:
         contents = self._contents("data.public", labeled=False)
         index = self._drawn_public(len(contents.x), seed)
-        return Unlabeled(scaled(contents.x[index]), index, _origin(contents), contents.sizes)
+        x = stored(contents.x[index], contents.tokens)
+        return Unlabeled(x, index, _origin(contents), contents.sizes, contents.tokens)
 
     def _drawn_public(self, total: int, seed: int) -> np.ndarray:
         """Which of its samples are another dataset's public set."""
@@ -135,7 +143,8 @@ class OwnData(Dataset):
                 f"{self.path} has a public set of its own: leave out either", "data.public"
             )
         where = np.arange(len(contents.public))
-        return Unlabeled(contents.public, where, {"hash": content_hash(contents.public)})
+        origin = {"hash": content_hash(contents.public)}
+        return Unlabeled(contents.public, where, origin, tokens=contents.tokens)
 
     def _contents(self, where: str, labeled: bool) -> Contents:
         """What is there; errors say which key it is about."""
@@ -221,6 +230,7 @@ def joined(by_client: dict[str, Contents]) -> Contents:
         names=names,
         client_ids=ids,
         sizes=tuple(sorted({size for part in by_client.values() for size in part.sizes})),
+        tokens=all_tokens([part.tokens for part in by_client.values()]),
     )
 
 

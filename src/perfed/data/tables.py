@@ -10,6 +10,7 @@ feature for each word, 0 or 1.
 from __future__ import annotations
 
 import csv
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from typing import Literal
 import numpy as np
 
 from perfed.core.errors import ConfigError, DataError, did_you_mean
+from perfed.core.inputs import Tokens
 from perfed.core.schema import option
 from perfed.data.datasets import Unlabeled, datasets
 from perfed.data.opening import open_file
@@ -96,6 +98,11 @@ class Csv(Places):
         "standard",
         "columns of numbers: mean 0, deviation 1 over all clients' training rows; or as they are",
     )
+    vocabulary: int = option(
+        0,
+        "columns are tokens, whole numbers from 0 to one less than this; 0: they are not",
+        ge=0,
+    )
     separator: str = option(",", "the character between two cells")
 
     def validate(self) -> None:
@@ -111,7 +118,9 @@ class Csv(Places):
         public = self.public if labeled and isinstance(self.public, Csv) else None
         others = list(public._sheets().values()) if public else []
         features = self._features(own, others)
-        x = _encoded(features, own)
+        x, public_x = _encoded(features, own), _encoded(features, others) if others else None
+        if self.vocabulary:
+            self._check_tokens(features, [*own, *others])
         titles = tuple(title for feature in features for title in feature.titles())
         plain = np.array([not feature.words for feature in features for _ in feature.titles()])
         y, names = self._labels(own) if labeled else (None, ())
@@ -120,10 +129,28 @@ class Csv(Places):
             y,
             names,
             self._client_ids(sheets) if labeled else None,
-            public=_encoded(features, others) if others else None,
+            public=public_x,
             columns=titles,
-            unscaled=plain if self.scale == "standard" and plain.any() else None,
+            unscaled=plain if self._standardises and plain.any() else None,
+            tokens=Tokens(self.vocabulary) if self.vocabulary else None,
         )
+
+    @property
+    def _standardises(self) -> bool:
+        return self.scale == "standard" and not self.vocabulary
+
+    def _check_tokens(self, features: Sequence[Feature], sheets: Sequence[Sheet]) -> None:
+        for feature, sheet in itertools.product(features, sheets):
+            if feature.words:
+                raise DataError(f"{sheet.cell(0, feature.name)} is no token: a whole number")
+            values = feature.values(sheet)[:, 0]
+            wrong = (values != np.floor(values)) | (values < 0) | (values >= self.vocabulary)
+            if wrong.any():
+                row = int(wrong.argmax())
+                raise DataError(
+                    f"{sheet.cell(row, feature.name)}: {sheet.columns[feature.name][row]} is no "
+                    f"token: with vocabulary {self.vocabulary} they are 0 … {self.vocabulary - 1}"
+                )
 
     def _sheets(self) -> dict[str, Sheet]:
         """By client, where there is a file for each."""
@@ -135,7 +162,8 @@ class Csv(Places):
             return super()._public(contents, seed)
         assert contents.public is not None
         index = self.public._drawn_public(len(contents.public), seed)
-        return Unlabeled(contents.public[index], index, {"hash": content_hash(contents.public)})
+        origin = {"hash": content_hash(contents.public)}
+        return Unlabeled(contents.public[index], index, origin, tokens=contents.tokens)
 
     def _features(self, own: Sequence[Sheet], others: Sequence[Sheet]) -> list[Feature]:
         first = own[0]

@@ -33,6 +33,7 @@ from perfed.models import (
     check_trains_on_one,
     find_head,
     initial_weights,
+    inputs_for,
 )
 
 
@@ -76,10 +77,12 @@ class Population:
         self._own_initial = models.initial == "own"
         self.by_label = {label: architecture for architecture, label in labels.items()}
         self.extra = named_networks(algorithm, self.by_label)
-        shape, self.classes = federation.input_shape, federation.samples.classes
+        networks = self.by_label | self.extra
+        self.inputs = inputs_for(networks.values(), federation.inputs)
+        self.classes = federation.samples.classes
         self.modules = {
-            label: build_module(architecture, shape, self.classes).to(device)
-            for label, architecture in (self.by_label | self.extra).items()
+            label: build_module(architecture, self.inputs, self.classes).to(device)
+            for label, architecture in networks.items()
         }
         self._check_batches()
         self._check_augmentation()
@@ -99,22 +102,20 @@ class Population:
             sizes["training.public_batch_size"] = training.public_batch_size
         for where, size in sizes.items():
             for label, module in self.modules.items() if size == 1 else ():
-                check_trains_on_one(label, module, self.federation.input_shape, where)
+                check_trains_on_one(label, module, self.inputs, where)
 
     def _check_augmentation(self) -> None:
-        shape = self.federation.input_shape
-        if self.training.augment and len(shape) != 3:
+        inputs = self.inputs
+        if self.training.augment and (inputs.tokens or len(inputs.shape) != 3):
             raise ConfigError(
-                f"needs images, channels×height×width; these samples are {shape_text(shape)}: "
-                "must be empty",
+                f"needs images, channels×height×width; these samples are {inputs}: must be empty",
                 "training.augment",
             )
 
     def _find_heads(self) -> None:
         """The last layer of each network, and the width of what goes into it."""
         for label, architecture in (self.by_label | self.extra).items():
-            shape = self.federation.input_shape
-            self._heads[label] = find_head(architecture, self.modules[label], shape)
+            self._heads[label] = find_head(architecture, self.modules[label], self.inputs)
         check_one_width(self.algorithm, {label: self.width(label) for label in self.by_label})
 
     @cached_property
@@ -151,7 +152,7 @@ class Population:
 
     @cached_property
     def x(self) -> Tensor:
-        return self._numbers(self.federation.samples.x)
+        return self.inputs.tensor(self.federation.samples.x, self.device)
 
     @cached_property
     def y(self) -> Tensor:
@@ -159,10 +160,7 @@ class Population:
 
     @cached_property
     def public_x(self) -> Tensor:
-        return self._numbers(self.federation.samples.public_x)
-
-    def _numbers(self, values: np.ndarray) -> Tensor:
-        return torch.as_tensor(values, dtype=torch.get_default_dtype(), device=self.device)
+        return self.inputs.tensor(self.federation.samples.public_x, self.device)
 
     def call(self, method: Method, messages: Mapping[int, Message], round: int) -> Call:
         return Call(self, method, messages, round)
@@ -298,7 +296,7 @@ class Population:
     def _draw_weights(self, architecture: str, *, client: int = -1, number: int = 0) -> Weights:
         initial = initial_weights(
             (self.by_label | self.extra)[architecture],
-            self.federation.input_shape,
+            self.inputs,
             self.classes,
             self.seed,
             client,

@@ -5,6 +5,7 @@ Every other engine is tested against this one.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from itertools import repeat
 from typing import Any
@@ -115,7 +116,19 @@ def _modules(request: Sgd) -> dict[str, torch.nn.Module]:
     modules = {name: population.modules[label].train() for name, label in request.labels().items()}
     if request.sample_clip is not None:
         check_sample_gradients(modules.values(), request.batches)
+        return {name: _by_sample(module) for name, module in modules.items()}
     return modules
+
+
+def _by_sample(module: torch.nn.Module) -> torch.nn.Module:
+    """One that can be mapped over samples: torch's own recurrent layers cannot."""
+    if not any(isinstance(layer, torch.nn.RNNBase) for layer in module.modules()):
+        return module
+    from perfed.engines.stacked.mappable import make_mappable  # whose package imports this module
+
+    copied = copy.deepcopy(module)
+    make_mappable(copied)
+    return copied
 
 
 @torch.no_grad()

@@ -108,10 +108,10 @@ class FederatedRun(Coordinator):
         self.options = options
         self._transport = transport
         self._say = say
-        public = options.public_samples()
-        self._public_x = torch.as_tensor(public, dtype=torch.get_default_dtype())
+        public, inputs = options.public_samples()
+        self._networks = ServerNetworks(experiment, inputs, options.classes)
+        self._public_x = self._networks.inputs.tensor(public)
         self._public = public_hash(public)
-        self._networks = ServerNetworks(experiment, public.shape[1:], options.classes)
         self._widths = self._networks.widths()
         check_one_width(self.algorithm, self._widths)
         self._absent: dict[str, str] = {}

@@ -10,7 +10,7 @@ from contextlib import chdir
 from importlib import metadata
 from pathlib import Path
 
-from perfed.core.errors import ConfigError, RunError, shape_text
+from perfed.core.errors import ConfigError, RunError
 from perfed.flower.agreement import sending_weights
 from perfed.flower.protocol import public_hash
 from perfed.flower.settings import read_coordinator
@@ -189,7 +189,7 @@ def _write(draft: Path, folder: Path, sites: int, tls: bool) -> None:
         node_keys=str(tls).lower(),
     )
     _put(draft / "coordinator.yaml", coordinator)
-    public = read_coordinator(draft / "coordinator.yaml").public_samples()
+    public, _ = read_coordinator(draft / "coordinator.yaml").public_samples()
     app = APP.format(coordinator=folder / "coordinator.yaml")
     _put(draft / "app" / "pyproject.toml", app)
     for client in range(sites):
@@ -239,13 +239,12 @@ def check_coordinator(path: Path) -> list[str]:
     """What a coordinator's file says, and the hash to give to the sites."""
     options = read_coordinator(path)
     with chdir(path.absolute().parent):
-        public = options.public_samples()
+        public, inputs = options.public_samples()
     experiment = options.experiment
     return [
         f"run '{experiment.name}': {experiment.algorithm.label()}, {experiment.rounds} rounds, "
         f"{experiment.clients} sites, {options.classes} classes",
-        f"public set: {public_hash(public)} ({len(public)} samples, each "
-        f"{shape_text(public.shape[1:])})",
+        f"public set: {public_hash(public)} ({len(public)} samples, each {inputs})",
     ]
 
 

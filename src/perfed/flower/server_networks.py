@@ -10,21 +10,22 @@ from torch import nn
 
 from perfed.config import Experiment
 from perfed.core.errors import ConfigError
+from perfed.core.inputs import Inputs
 from perfed.core.tree import Weights
 from perfed.engines.population import named_networks, with_public_statistics
-from perfed.models import Architecture, build_module, find_head, initial_weights
+from perfed.models import Architecture, build_module, find_head, initial_weights, inputs_for
 
 
 class ServerNetworks(Mapping[str, nn.Module]):
     """A module for each architecture, made when it is asked for."""
 
-    def __init__(self, experiment: Experiment, shape: tuple[int, ...], classes: int) -> None:
+    def __init__(self, experiment: Experiment, inputs: Inputs, classes: int) -> None:
         self._experiment = experiment
-        self._shape = shape
         self._classes = classes
         self.labels = [a.label() for a in experiment.models.architectures]
         own = dict(zip(self.labels, experiment.models.architectures, strict=True))
         self._architectures = own | named_networks(experiment.algorithm, own)
+        self.inputs = inputs_for(self._architectures.values(), inputs)
         self._initial: dict[tuple[str, int], Weights] = {}
         self._modules: dict[str, nn.Module] = {}
 
@@ -34,7 +35,7 @@ class ServerNetworks(Mapping[str, nn.Module]):
         if key not in self._initial:
             known, experiment = self._known(architecture), self._experiment
             initial = initial_weights(
-                known, self._shape, self._classes, experiment.seed, number=number
+                known, self.inputs, self._classes, experiment.seed, number=number
             )
             self._initial[key] = with_public_statistics(
                 initial, experiment.algorithm, experiment.training
@@ -46,7 +47,7 @@ class ServerNetworks(Mapping[str, nn.Module]):
         if not self._experiment.algorithm.needs_features:
             return {}
         return {
-            label: find_head(self._known(label), self[label], self._shape)[1]
+            label: find_head(self._known(label), self[label], self.inputs)[1]
             for label in self.labels
         }
 
@@ -57,7 +58,7 @@ class ServerNetworks(Mapping[str, nn.Module]):
     def __getitem__(self, architecture: str) -> nn.Module:
         if architecture not in self._modules:
             known = self._known(architecture)
-            self._modules[architecture] = build_module(known, self._shape, self._classes)
+            self._modules[architecture] = build_module(known, self.inputs, self._classes)
         return self._modules[architecture]
 
     def __iter__(self) -> Any:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from contextlib import chdir
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from perfed.config import Experiment, read_mapping
 from perfed.core.errors import ConfigError, DataError
+from perfed.core.inputs import Inputs, Tokens
 from perfed.core.objects import import_object
 from perfed.core.schema import Options, from_mapping, option
 from perfed.data import (
@@ -21,16 +22,38 @@ from perfed.data import (
     Split,
     build_federation,
 )
-from perfed.data.datasets import scaled
+from perfed.data.datasets import stored
 from perfed.data.federation import SMALLEST_CLIENT, split_client
 from perfed.data.partition import Given
 from perfed.data.readers import read_array, read_arrays
 from perfed.data.sources import checked_samples
+from perfed.data.tokens import check_tokens, common_tokens, tokens_in
 from perfed.flower.agreement import Agreement
 from perfed.flower.protocol import public_hash
 from perfed.models import Architecture
 
+VOCABULARY_HELP = (
+    "samples are tokens: how many different ones there are in the whole federation; 0: numbers, or "
+    "as the dataset says"
+)
 O = TypeVar("O", bound=Options)  # noqa: E741
+
+
+class Read(NamedTuple):
+    """Samples as they were found."""
+
+    x: np.ndarray
+    tokens: Tokens | None
+
+    def checked(self, vocabulary: int, where: str) -> Read:
+        """With the federation's vocabulary, where it says one."""
+        if not vocabulary:
+            return self
+        try:
+            check_tokens(self.x, vocabulary, where)
+        except DataError as error:
+            raise ConfigError(str(error), "vocabulary") from None
+        return Read(self.x.astype(np.int64), Tokens(vocabulary))
 
 
 @dataclass(frozen=True)
@@ -55,18 +78,19 @@ class PublicSet(Options):
         if self.file and self.dataset:
             raise ConfigError("either a file or a dataset, not both")
 
-    def load(self) -> np.ndarray | None:
+    def load(self, vocabulary: int) -> Read | None:
         """The samples; None where there is no public set."""
         if self.dataset is not None:
-            public = raw_numbers(self.dataset.load(self.seed), "public.dataset").public_x
+            samples = raw_numbers(self.dataset.load(self.seed), "public.dataset")
+            public = Read(samples.public_x, samples.tokens)
         elif self.file:
-            public = as_samples(_read_array(self.file, "public"), "public.file")
+            public = as_samples(_read_array(self.file, "public"), "public.file", vocabulary)
         else:
             return None
-        found = public_hash(public)
+        found = public_hash(public.x)
         if self.hash and found != self.hash:
             raise ConfigError(f"the public set here has {found}, not {self.hash}", "public.hash")
-        return public
+        return public.checked(vocabulary, "public")
 
 
 @dataclass(frozen=True)
@@ -93,7 +117,9 @@ class SiteData(Options):
         if self.class_names and (self.dataset is None or self.partition is not None):
             raise ConfigError("only a dataset that is all this site's own has them", "class_names")
 
-    def load(self, client: int, split: Split) -> tuple[np.ndarray, np.ndarray, ClientSplit]:
+    def load(
+        self, client: int, split: Split, vocabulary: int
+    ) -> tuple[Read, np.ndarray, ClientSplit]:
         """Samples, labels, and which of them are for training, validation and test."""
         if self.dataset is not None and self.partition is not None:
             if client >= self.clients:
@@ -101,15 +127,17 @@ class SiteData(Options):
                     f"client {client} of {self.clients}: must be less than data.clients", "client"
                 )
             whole = build_federation(self.dataset, self.partition, split, self.clients, self.seed)
-            return whole.samples.x, whole.samples.y, whole.splits[client]
+            whole_x = Read(whole.samples.x, whole.samples.tokens)
+            return whole_x.checked(vocabulary, "data"), whole.samples.y, whole.splits[client]
         if self.dataset is not None:
             samples = raw_numbers(self.dataset.load(self.seed), "data.dataset")
-            x, y = samples.x, self._numbered(samples)
+            x, y = Read(samples.x, samples.tokens), self._numbered(samples)
         else:
-            x, y = _call_source(self.source)
+            x, y = _call_source(self.source, vocabulary)
         if len(y) < SMALLEST_CLIENT:
             raise ConfigError(f"{len(y)} samples; at least {SMALLEST_CLIENT} are needed", "data")
-        return x, y, split_client(np.arange(len(y)), split, self.seed, client)
+        own = split_client(np.arange(len(y)), split, self.seed, client)
+        return x.checked(vocabulary, "data"), y, own
 
     def _numbered(self, samples: Samples) -> np.ndarray:
         """Labels as all sites number them. A dataset numbers the names that it finds, and the same
@@ -146,6 +174,7 @@ class SiteOptions(Options):
     run: str = option("", "the name of the run it takes part in: the coordinator's experiment.name")
     state: str = option("state", "the folder of this site's model and checkpoint; do not lose it")
     classes: int = option(0, "number of classes in the whole federation", ge=2)
+    vocabulary: int = option(0, VOCABULARY_HELP, ge=0)
     model: Architecture = option("mlp", "a name, package.module:factory or file.py:factory")
     data: SiteData = option(None, "this site's samples")
     split: Split = option(
@@ -166,23 +195,30 @@ class SiteOptions(Options):
             raise ConfigError(
                 f"{len(self.data.class_names)} names of {self.classes} classes", "data.class_names"
             )
-        x, y, own = self.data.load(self.client, self.split)
+        (x, tokens), y, own = self.data.load(self.client, self.split, self.vocabulary)
         if y.max() >= self.classes:
             raise ConfigError(
                 f"label {y.max()} in the data: with {self.classes} classes "
                 f"they are 0 … {self.classes - 1}",
                 "classes",
             )
-        public = self.public.load()
-        if public is None:
-            public = np.zeros((0, *x.shape[1:]), x.dtype)
+        found = self.public.load(self.vocabulary)
+        public = np.zeros((0, *x.shape[1:]), x.dtype) if found is None else found.x
+        if found is not None:
+            tokens = common_tokens(tokens, found.tokens)
+        if tokens and not tokens.declared and self.model.takes != "numbers":
+            raise ConfigError(
+                "missing: samples are tokens, and how many different ones there are must be the "
+                "same at all sites",
+                "vocabulary",
+            )
         if public.shape[1:] != x.shape[1:]:
             raise ConfigError(
                 f"public samples are {public.shape[1:]}, this site's own are {x.shape[1:]}",
                 "public",
             )
         everything = np.arange(len(x)), public, np.arange(len(public))
-        return Samples(x, y, *everything, self.classes), own
+        return Samples(x, y, *everything, self.classes, tokens=tokens), own
 
 
 @dataclass(frozen=True)
@@ -207,6 +243,7 @@ class CoordinatorOptions(Options):
     input_shape: tuple[int, ...] = option(
         (), "shape of one sample; needed if there is no public set", ge=1
     )
+    vocabulary: int = option(0, VOCABULARY_HELP, ge=0)
     deadline: float = option(600.0, "seconds a site has for a round", gt=0)
     minimum: int = option(
         1, "smallest number of answers; with fewer, the round is tried again", ge=1
@@ -242,16 +279,18 @@ class CoordinatorOptions(Options):
         here = replace(self.experiment, data=AtSites(), partition=Given())
         object.__setattr__(self, "experiment", here)
 
-    def public_samples(self) -> np.ndarray:
-        public = self.public.load()
+    def public_samples(self) -> tuple[np.ndarray, Inputs]:
+        """The public set, and what a sample of this federation is."""
+        public = self.public.load(self.vocabulary)
         algorithm = self.experiment.algorithm
-        if public is None or not len(public):
-            if algorithm.needs_public_set:
-                raise ConfigError(f"'{algorithm.registered_name}' needs one", "public")
-            if not self.input_shape:
-                raise ConfigError("needed where there is no public set", "input_shape")
-            return np.zeros((0, *self.input_shape), np.float32)
-        return public
+        if public is not None and len(public.x):
+            return public.x, Inputs(public.x.shape[1:], public.tokens)
+        if algorithm.needs_public_set:
+            raise ConfigError(f"'{algorithm.registered_name}' needs one", "public")
+        if not self.input_shape:
+            raise ConfigError("needed where there is no public set", "input_shape")
+        inputs = Inputs.with_vocabulary(self.input_shape, self.vocabulary)
+        return inputs.zeros(0).numpy(), inputs
 
 
 def read_coordinator(path: Path) -> CoordinatorOptions:
@@ -284,12 +323,14 @@ def raw_numbers(samples: Samples, where: str) -> Samples:
     return samples
 
 
-def as_samples(x: Any, where: str) -> np.ndarray:
-    """Checked and float32; bytes (0 … 255) are scaled to −1 … 1."""
-    return scaled(checked_samples(x, where))
+def as_samples(values: Any, where: str, vocabulary: int) -> Read:
+    """Checked; tokens as integers, others as float32, bytes (0 … 255) scaled to −1 … 1."""
+    x = checked_samples(values, where)
+    tokens = tokens_in(x, vocabulary, where)
+    return Read(stored(x, tokens), tokens)
 
 
-def _call_source(source: str) -> tuple[np.ndarray, np.ndarray]:
+def _call_source(source: str, vocabulary: int) -> tuple[Read, np.ndarray]:
     function = import_object(source)
     try:
         made = function()
@@ -298,9 +339,9 @@ def _call_source(source: str) -> tuple[np.ndarray, np.ndarray]:
         raise ConfigError(f"{source}() failed: {reason}", "data.source") from error
     if not isinstance(made, tuple) or len(made) != 2:
         raise ConfigError(f"{source}() must return x and y", "data.source")
-    x, y = as_samples(made[0], f"x of {source}()"), np.asarray(made[1])
-    if y.shape != (len(x),):
-        raise ConfigError(f"{len(x)} samples but labels of shape {y.shape}", "data.source")
+    x, y = as_samples(made[0], f"x of {source}()", vocabulary), np.asarray(made[1])
+    if y.shape != (len(x.x),):
+        raise ConfigError(f"{len(x.x)} samples but labels of shape {y.shape}", "data.source")
     if not np.issubdtype(y.dtype, np.number) or (y != y.astype(np.int64)).any() or y.min() < 0:
         raise ConfigError("labels must be 0, 1, 2, …", "data.source")
     return x, y.astype(np.int64)

@@ -34,7 +34,7 @@ from torch import Tensor
 from perfed.config import Training
 from perfed.core import tensorfile
 from perfed.core.algorithm import Algorithm, Client, reference_algorithm
-from perfed.core.errors import ConfigError, Diverged, PerfedError, RunError, shape_text
+from perfed.core.errors import ConfigError, Diverged, PerfedError, RunError
 from perfed.core.message import Message
 from perfed.core.threads import cpu_threads
 from perfed.core.tree import flatten, unflatten
@@ -454,7 +454,7 @@ class Site:
         )
         return [
             f"data: {len(split.train)} samples to train, {len(split.validation)} to validate, "
-            f"{len(split.test)} to test, each {shape_text(self.samples.x.shape[1:])}; "
+            f"{len(split.test)} to test, each {population.inputs}; "
             f"{int((seen > 0).sum())} of {options.classes} classes in the training data: "
             + ", ".join(f"{label} ({count})" for label, count in enumerate(seen) if count),
             f"model: {architecture}, {parameters} parameters; takes a "

@@ -1,6 +1,7 @@
 """Networks, and which client gets which."""
 
 from perfed.models import pictures as pictures
+from perfed.models import sequences as sequences
 from perfed.models.architectures import CNN, MLP, Architecture, architectures, last_linear
 from perfed.models.assignment import (
     Models,
@@ -8,6 +9,7 @@ from perfed.models.assignment import (
     check_trains_on_one,
     find_head,
     initial_weights,
+    inputs_for,
     parameter_count,
 )
 
@@ -21,6 +23,7 @@ __all__ = [
     "check_trains_on_one",
     "find_head",
     "initial_weights",
+    "inputs_for",
     "last_linear",
     "parameter_count",
 ]

@@ -1,16 +1,15 @@
 """The networks that ship with perfed, and how a user's own is found.
 
 An architecture is options plus ``build(input_shape, classes)``. A user's own module needs no
-registration: ``models: my_package.nets:MyNet`` calls ``MyNet(input_shape, classes)``, or
-``MyNet()`` where it takes no such arguments.
+registration: ``models: my_package.nets:MyNet`` calls ``MyNet(input_shape, classes)``, with
+``vocabulary=`` where it has such an argument, or ``MyNet()`` where it takes none of these.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -19,6 +18,7 @@ import torch
 from torch import nn
 
 from perfed.core.errors import ConfigError, did_you_mean, shape_text
+from perfed.core.inputs import Inputs, Kind
 from perfed.core.objects import (
     GIVEN,
     give,
@@ -38,9 +38,16 @@ class Architecture(Component):
     """What kind of network; equal architectures have equal labels and can share weights."""
 
     registry: ClassVar[Registry[Architecture]]
+    takes: ClassVar[Kind | None] = "numbers"
+    """What its samples must be; None: whatever there is."""
 
-    @abstractmethod
-    def build(self, input_shape: Shape, classes: int) -> nn.Module: ...
+    def build(self, input_shape: Shape, classes: int) -> nn.Module:
+        """The network, where the shape of a sample is all it needs to know."""
+        raise NotImplementedError
+
+    def build_for(self, inputs: Inputs, classes: int) -> nn.Module:
+        """The network; one for tokens asks ``inputs`` how many there are."""
+        return self.build(inputs.shape, classes)
 
     def head_in(self, module: nn.Module) -> str:
         """The name of the last layer in what :meth:`build` has made: what comes before it gives
@@ -218,9 +225,12 @@ class Imported(Architecture):
     """Your own ``nn.Module``: in short ``models: ['net.py:MyNet']``, or the object in Python."""
 
     factory: str = option(
-        "", "file.py:Name or package.module:Name; called with (input_shape, classes), or nothing"
+        "",
+        "file.py:Name or package.module:Name; called with (input_shape, classes), or nothing; with "
+        "vocabulary= where it takes that",
     )
     head: str = option("", "the name of its last layer, where that is not its last Linear")
+    takes: ClassVar[Kind | None] = None
 
     def head_in(self, module: nn.Module) -> str:
         if self.head and self.head not in dict(module.named_modules()):
@@ -229,15 +239,17 @@ class Imported(Architecture):
             raise ConfigError(f"'{self.label()}' has no layer '{self.head}'{hint}", "models.head")
         return self.head or last_linear(module)
 
-    def build(self, input_shape: Shape, classes: int) -> nn.Module:
+    def build_for(self, inputs: Inputs, classes: int) -> nn.Module:
         found = import_object(self.factory)
         if isinstance(found, nn.Module):
             return copy.deepcopy(found)
         if not callable(found):
             raise ConfigError(f"'{self.label()}' is neither an nn.Module nor makes one", "models")
-        given, shown = ((), "") if _takes_nothing(found) else _both(input_shape, classes)
+        given = _arguments(found, inputs, classes)
+        shown = ", ".join(f"{name}={value}" for name, value in given.items())
+        positional = [given.pop(name) for name in ("input_shape", "classes") if name in given]
         try:
-            module = found(*given)
+            module = found(*positional, **given)
         except Exception as error:  # whatever a user's own code raises
             reason = f"{type(error).__name__}: {error}"
             raise ConfigError(f"{self.label()}({shown}) failed: {reason}", "models") from None
@@ -277,15 +289,20 @@ def _sent(factory: str, head: str, file: tuple[str, str], value: Any) -> Importe
     return Imported(factory=factory, head=head)
 
 
-def _both(input_shape: Shape, classes: int) -> tuple[tuple[Any, ...], str]:
-    return (input_shape, classes), f"input_shape={input_shape}, classes={classes}"
-
-
-def _takes_nothing(factory: Callable[..., Any]) -> bool:
+def _arguments(factory: Callable[..., Any], inputs: Inputs, classes: int) -> dict[str, Any]:
+    """What a user's own network is called with."""
+    both = {"input_shape": inputs.shape, "classes": classes}
     try:
-        parameters = inspect.signature(factory).parameters.values()
+        parameters = inspect.signature(factory).parameters
     except (TypeError, ValueError):  # written in C
-        return False
+        return both
+    says = inputs.tokens is not None and "vocabulary" in parameters
+    extra = {"vocabulary": inputs.vocabulary} if says else {}
+    others = [parameter for name, parameter in parameters.items() if name not in extra]
+    return extra if _takes_no_shape(others) else both | extra
+
+
+def _takes_no_shape(parameters: Sequence[inspect.Parameter]) -> bool:
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if any(p.kind == p.VAR_POSITIONAL for p in parameters):
         return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,7 +13,9 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from perfed.core.errors import ConfigError, shape_text
+from perfed.core.inputs import Inputs
 from perfed.core.network import head_outputs, outputs
+from perfed.core.notices import say_once
 from perfed.core.schema import Options, option
 from perfed.core.streams import numpy_stream, torch_stream
 from perfed.core.tree import Weights
@@ -122,22 +125,40 @@ def _counts(shares: np.ndarray, clients: int) -> np.ndarray:
     return counts
 
 
-def build_module(architecture: Architecture, shape: Shape, classes: int) -> nn.Module:
+def inputs_for(architectures: Iterable[Architecture], inputs: Inputs) -> Inputs:
+    """What a sample is to these networks: whole numbers that nobody calls tokens are measurements
+    to those that compute with numbers."""
+    if inputs.tokens is None or inputs.tokens.declared:
+        return inputs
+    found = list(architectures)
+    if any(architecture.takes != "numbers" for architecture in found):
+        return inputs
+    say_once(
+        f"samples are whole numbers, which '{found[0].label()}' takes as measurements: if they are "
+        "tokens, choose a network for tokens"
+    )
+    return Inputs(inputs.shape)
+
+
+def build_module(architecture: Architecture, inputs: Inputs | Shape, classes: int) -> nn.Module:
     """The module, after checking that it takes the data and has an output per class."""
-    label = architecture.label()
+    label, inputs = architecture.label(), Inputs.of(inputs)
+    _check_kind(architecture, inputs)
     try:
         with torch_stream(0, "template"):
-            module = architecture.build(shape, classes)
+            module = architecture.build_for(inputs, classes)
             module.eval()
-            x = torch.zeros(2, *shape)
+            x = inputs.zeros(2)
             with torch.no_grad():
                 output = module(x)
+                if inputs.tokens:  # a GPU would fail beyond repair on one that is too high
+                    module(x + inputs.vocabulary - 1)
     except ConfigError:
         raise
     except Exception as error:  # whatever a user's own module raises
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise ConfigError(
-            f"'{label}' cannot take samples of shape {shape_text(shape)}: {reason[0]}", "models"
+            f"'{label}' cannot take samples of {_described(inputs)}: {reason[0]}", "models"
         ) from None
     if not isinstance(output, torch.Tensor):
         raise ConfigError(
@@ -158,7 +179,7 @@ def build_module(architecture: Architecture, shape: Shape, classes: int) -> nn.M
             "models",
         )
     _check_parameters(label, module)
-    if _is_changed(x) or _changes_in_training(module, shape):
+    if _is_changed(x) or _changes_in_training(module, inputs):
         raise ConfigError(
             f"'{label}' changes its input in place, the clients' data: it must work on a copy "
             "(x = x + 1, not x += 1; no inplace=True in the first layer)",
@@ -167,15 +188,37 @@ def build_module(architecture: Architecture, shape: Shape, classes: int) -> nn.M
     return module
 
 
+def _check_kind(architecture: Architecture, inputs: Inputs) -> None:
+    if architecture.takes == "tokens" and not inputs.tokens:
+        raise ConfigError(
+            f"'{architecture.label()}' needs tokens, and these samples are numbers (shape "
+            f"{shape_text(inputs.shape)}): if they are tokens, set data.vocabulary",
+            "models",
+        )
+    if architecture.takes == "numbers" and inputs.tokens:
+        raise ConfigError(
+            f"'{architecture.label()}' needs numbers, and these samples are tokens: choose a "
+            "network for tokens ('perfed list models')",
+            "models",
+        )
+
+
+def _described(inputs: Inputs) -> str:
+    if not inputs.tokens:
+        return f"shape {shape_text(inputs.shape)}"
+    hint = "" if inputs.tokens.declared else " (if they are measurements, save them as float32)"
+    return f"{inputs}{hint}"
+
+
 def _is_changed(zeros: torch.Tensor) -> bool:
     """PyTorch counts changes in place, also those that leave a zero as it is; not those through
     ``x.data`` or NumPy."""
     return zeros._version > 0 or bool(zeros.any())
 
 
-def _changes_in_training(module: nn.Module, shape: Shape) -> bool:
+def _changes_in_training(module: nn.Module, inputs: Inputs) -> bool:
     """As above for what happens in training only, such as noise or Dropout."""
-    x = torch.zeros(2, *shape)
+    x = inputs.zeros(2)
     try:
         with torch_stream(0, "template"), torch.no_grad():
             copy.deepcopy(module).train()(x)
@@ -189,12 +232,12 @@ def _check_parameters(label: str, module: nn.Module) -> None:
         raise ConfigError(f"'{label}' has no parameters to train: nothing in it learns", "models")
 
 
-def check_trains_on_one(label: str, module: nn.Module, shape: Shape, where: str) -> None:
+def check_trains_on_one(label: str, module: nn.Module, inputs: Inputs, where: str) -> None:
     """BatchNorm has no variance of one value; ``where`` sets the samples of a mini-batch to one."""
     device = next(module.parameters()).device
     try:
         with torch_stream(0, "template"), torch.no_grad():
-            copy.deepcopy(module).train()(torch.zeros(1, *shape, device=device))
+            copy.deepcopy(module).train()(inputs.zeros(1, device))
     except ValueError as error:
         if "more than 1 value per channel" not in str(error):
             raise
@@ -204,7 +247,9 @@ def check_trains_on_one(label: str, module: nn.Module, shape: Shape, where: str)
         ) from None
 
 
-def find_head(architecture: Architecture, module: nn.Module, shape: Shape) -> tuple[str, int]:
+def find_head(
+    architecture: Architecture, module: nn.Module, inputs: Inputs | Shape
+) -> tuple[str, int]:
     """The name of a network's last layer and the width of what goes into it, after checking that
     the network is just that: features, and a head that makes its logits of them."""
     label = architecture.label()
@@ -223,7 +268,7 @@ def find_head(architecture: Architecture, module: nn.Module, shape: Shape) -> tu
     device = next(module.parameters()).device
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
     with torch_stream(0, "template"), torch.no_grad():
-        x = torch.rand(2, *shape).to(device)
+        x = Inputs.of(inputs).random(2).to(device)
         features = outputs(module.eval(), head, tensors, x, "features")
         logits = outputs(module, head, tensors, x, "logits")
         if features.ndim != 2:
@@ -248,7 +293,7 @@ def parameter_count(module: nn.Module) -> int:
 
 def initial_weights(
     architecture: Architecture,
-    shape: Shape,
+    inputs: Inputs | Shape,
     classes: int,
     seed: int,
     client: int = -1,
@@ -256,10 +301,10 @@ def initial_weights(
 ) -> Weights:
     """The architecture's initial weights: common to all clients, or one client's own."""
     with torch_stream(seed, f"initial/{architecture.label()}/{number}", client):
-        module = architecture.build(shape, classes)
+        module = architecture.build_for(Inputs.of(inputs), classes)
         if any(isinstance(layer, LazyModuleMixin) for layer in module.modules()):
             with torch.no_grad():  # such layers draw their weights when they first see data
-                module.eval()(torch.zeros(2, *shape))
+                module.eval()(Inputs.of(inputs).zeros(2))
         if client >= 0 or number:
             architecture.redraw(module)
     return Weights(dict(module.named_parameters()), dict(module.named_buffers())).clone()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from perfed.core.inputs import Inputs
 from perfed.core.layout import Table
 from perfed.core.selection import select_clients
 from perfed.data import Federation, build_federation
@@ -93,8 +94,8 @@ def _selected_by_size(sizes: np.ndarray, seed: int, fraction: float) -> dict[str
 def _feddf_costs(models: Models, federation: Federation, seed: int) -> dict[str, float]:
     """Parameters that FedDF sends and receives over 200 rounds of ten clients, in 10⁷."""
     dealt = models.deal(federation.train_sizes, seed)
-    shape, classes = federation.input_shape, federation.samples.classes
-    sizes = {a: _parameters(a, shape, classes) for a in models.architectures}
+    inputs, classes = federation.inputs, federation.samples.classes
+    sizes = {a: _parameters(a, inputs, classes) for a in models.architectures}
     costs = {}
     for name, by_size in (("cost_uniform", False), ("cost_by_size", True)):
         total = 0
@@ -107,8 +108,8 @@ def _feddf_costs(models: Models, federation: Federation, seed: int) -> dict[str,
 
 
 @functools.cache
-def _parameters(architecture: Architecture, shape: tuple[int, ...], classes: int) -> int:
-    return parameter_count(architecture.build(shape, classes))
+def _parameters(architecture: Architecture, inputs: Inputs, classes: int) -> int:
+    return parameter_count(architecture.build_for(inputs, classes))
 
 
 def tables(result: dict[str, Any]) -> list[Table]:

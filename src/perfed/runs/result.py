@@ -11,6 +11,7 @@ from torch import nn
 
 from perfed.config import Experiment
 from perfed.core.errors import RunError
+from perfed.core.inputs import Inputs
 from perfed.core.layout import Table
 from perfed.core.tree import OWN
 from perfed.models import architectures, build_module
@@ -149,8 +150,9 @@ class Result:
 
         def make(network: str) -> tuple[nn.Module, str]:
             architecture = architectures.build(known[network])
-            shape, classes = tuple(index["input_shape"]), index["classes"]
-            module = build_module(architecture, shape, classes)
+            vocabulary = index.get("vocabulary", 0)  # earlier versions had numbers alone
+            inputs = Inputs.with_vocabulary(index["input_shape"], vocabulary)
+            module = build_module(architecture, inputs, index["classes"])
             return module, architecture.head_in(module)
 
         return load_with(self.path / "models" / (files[kind] if kind else headline(files)), make)

@@ -274,7 +274,8 @@ class Simulation(Coordinator):
         directory.write_json(
             "models/index.json",
             {
-                "input_shape": list(self.federation.input_shape),
+                "input_shape": list(self.population.inputs.shape),
+                "vocabulary": self.population.inputs.vocabulary,
                 "classes": self.federation.samples.classes,
                 "architectures": {
                     label: plain(architecture)

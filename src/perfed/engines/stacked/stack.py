@@ -22,6 +22,7 @@ from perfed.core.algorithm import Network, Private, Public, free_parameters, tra
 from perfed.core.augmentation import CODES, augmented
 from perfed.core.errors import ConfigError
 from perfed.core.gradients import check_sample_gradients, clipped_mean
+from perfed.core.inputs import precision_of
 from perfed.core.network import declared, head_outputs, outputs
 from perfed.core.predictor import What
 from perfed.core.randomness import addressed
@@ -123,7 +124,7 @@ class StackedModule:
             module = self.training if training else self.evaluating
             with mapped_attention():
                 return outputs(module, self.head, tensors, x, what)
-        return y.to(x.dtype)
+        return y.to(precision_of(x))
 
     def head_outputs(self, tensors: dict[str, Tensor], features: Tensor) -> Tensor:
         """What one client's last layer makes of features; inside ``vmap``."""
@@ -209,13 +210,13 @@ class StackedNetwork(Network):
     def __call__(self, x: Tensor) -> Tensor:
         self._asked.append(("private", x))
         if self._together is not None and x is self._together[0]:
-            return self._both()[0].to(x.dtype)
+            return self._both()[0].to(precision_of(x))
         return super().__call__(x)
 
     def public(self, x: Tensor) -> Tensor:
         self._asked.append(("public", x))
         if self._together is not None and x is self._together[1]:
-            return self._both()[1].to(x.dtype)
+            return self._both()[1].to(precision_of(x))
         return super().public(x)
 
     def features(self, x: Tensor) -> Tensor:
