@@ -68,10 +68,129 @@ torch.testing.assert_close(rounded, moved.bfloat16())
 """
 
 
+OTHERS = """
+import torch
+from torch.nn import functional as F
+from perfed.engines.stacked import hopper
+
+torch.manual_seed(0)
+N = 2
+
+
+def same(fast, plain, *leaves):
+    torch.testing.assert_close(fast, plain, rtol=1e-4, atol=1e-3)
+    weigh = torch.randn_like(plain)
+    found = torch.autograd.grad((fast * weigh).sum(), leaves)
+    wanted = torch.autograd.grad((plain * weigh).sum(), leaves)
+    for a, b in zip(found, wanted):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=2e-3)
+
+
+def leaf(*shape):
+    return torch.randn(shape).requires_grad_()
+
+
+def each(function, *stacked):
+    return torch.stack([function(*one) for one in zip(*stacked)])
+
+
+for channels, out, kernel, stride, padding in (
+    (64, 72, 3, 2, 1), (64, 64, 1, 2, 0), (64, 16, 2, 2, 0), (192, 16, 3, 2, 1), (16, 24, 1, 1, 0)
+):
+    x, w = leaf(N, 16, channels, 8, 8), leaf(N, out, channels, kernel, kernel)
+    geometry = (stride, stride), (padding, padding), (1, 1)
+    y = hopper.conv2d(x, w, None, geometry, bias_grad=True)
+    same(y, each(lambda x, w: F.conv2d(x, w, None, stride, padding), x, w), x, w)
+x, w = leaf(N, 3, 64, 8, 8), leaf(N, 8, 64, 3, 3)
+assert hopper.conv2d(x, w, None, ((2, 2), (1, 1), (1, 1)), bias_grad=True) is None  # an odd batch
+for channels, kernel, stride, padding, dilation in (
+    (16, 3, 1, 1, 1), (24, 3, 2, 1, 1), (20, 5, 2, 2, 1), (80, 3, 1, 2, 2)
+):
+    x, w, b = leaf(N, 3, channels, 7, 7), leaf(N, channels, 1, kernel, kernel), leaf(N, channels)
+    geometry = (stride, stride), (padding, padding), (dilation, dilation)
+    plain = each(
+        lambda x, w, b: F.conv2d(x, w, b, stride, padding, dilation, channels), x, w, b
+    )
+    same(hopper.depthwise(x, w, b, geometry), plain, x, w, b)
+for channels, groups, relu in ((64, 2, 1), (64, 32, 0), (30, 3, 1), (96, 32, 1), (8, 8, 0)):
+    x, w, b = leaf(N, 2, channels, 5, 5), leaf(N, channels), leaf(N, channels)
+    norm = hopper.group_norm(x, w, b, groups, 1e-5)
+    norm = norm.rectified(1) if relu else norm
+    plain = each(lambda x, w, b: F.group_norm(x, groups, w, b), x, w, b)
+    same(norm.value(), plain.relu() if relu else plain, x, w, b)
+x, w, b = leaf(N, 5, 7, 20), leaf(N, 20), leaf(N, 20)
+plain = each(lambda x, w, b: F.layer_norm(x, (20,), w, b, 1e-6), x, w, b)
+same(hopper.layer_norm(x, w, b, 1e-6), plain, x, w, b)
+for relu in (0, 1, 6):
+    for added in (False, True):
+        x, w, other = leaf(N, 4, 24, 4, 4), leaf(N, 24), leaf(N, 4, 24, 4, 4)
+        b = (torch.randn(N, 24) + 2).requires_grad_()
+        norm = hopper.batch_norm(x, w, b, [], 0.1, 1e-5, 4)
+        norm = norm.plus(other) if added else norm
+        norm = norm.rectified(relu) if relu else norm
+        plain = each(lambda x, w, b: F.batch_norm(x, None, None, w, b, True), x, w, b)
+        plain = plain + other if added else plain
+        plain = plain.clamp(0, 6 if relu == 6 else None) if relu else plain
+        same(norm.value(), plain, *([x, w, b, other] if added else [x, w, b]))
+"""
+
+COMPILED = """
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from perfed.engines.stacked import triton_depthwise, triton_kernels, triton_norms
+
+KINDS = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+
+
+def compile(kernel, grid, *args, **options):
+    how = {name: options.pop(name) for name in ("num_warps", "num_stages") if name in options}
+    kinds = {}
+    for parameter, value in zip(kernel.params, args):
+        if isinstance(value, torch.Tensor):
+            kinds[parameter.name] = KINDS[value.dtype]
+        else:
+            kinds[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+    kinds |= dict.fromkeys(options, "constexpr")
+    triton.compile(ASTSource(kernel, kinds, options), target=GPUTarget("cuda", 90, 32), options=how)
+
+
+triton_depthwise.launch = triton_kernels.launch = triton_norms.launch = compile
+half = torch.bfloat16
+x, w = torch.zeros(1, 4, 8, 8, 64, dtype=half), torch.zeros(1, 64, 3, 3, dtype=half)
+for stride in (1, 2):
+    geometry = (stride, stride), (1, 1), (1, 1)
+    y, _ = triton_depthwise.depthwise_forward(x, w, None, geometry)
+    triton_depthwise.depthwise_input_grad(y, w, (8, 8), geometry)
+    triton_depthwise.depthwise_weight_grad(x, y, (3, 3), geometry)
+w = torch.zeros(1, 64)
+y, mean, inv = triton_norms.group_norm(x, w, w, 2, 1e-5, True)
+triton_norms.group_norm_backward(y, x, mean, inv, w, w, True)
+rows = torch.zeros(1, 40, 64)
+triton_norms.layer_norm(rows, w, w, 1e-5, torch.float32)
+triton_norms.layer_norm_backward(rows, rows, w, 1e-5)
+mean = torch.zeros(1, 1, 64)
+after = triton_kernels.After(6)
+y, _ = triton_kernels.norm_apply(x, mean, mean, w, w, 4, after, x)
+triton_kernels.norm_backward(x, x, None, mean, mean, w, w, 4, after, y)
+triton_kernels.descend(w, w, mean, w)
+"""
+
+
 @pytest.mark.skipif(
     tuple(map(int, np.__version__.split(".")[:2])) >= (2, 3), reason="Triton does not know NumPy"
 )
-def test_kernels_give_what_the_plain_rules_give() -> None:
+@pytest.mark.parametrize("script", [SCRIPT, OTHERS], ids=["a network", "single layers"])
+def test_kernels_give_what_the_plain_rules_give(script: str) -> None:
+    run(script, TRITON_INTERPRET="1")
+
+
+def test_kernels_compile_for_hopper_on_a_machine_without_a_gpu() -> None:
+    run(COMPILED)
+
+
+def run(script: str, **settings: str) -> None:
     source = Path(__file__).parents[2] / "src"
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(source)}
-    subprocess.run([sys.executable, "-c", SCRIPT], check=True, env=environment)
+    environment = os.environ | {"PYTHONPATH": str(source)} | settings
+    subprocess.run([sys.executable, "-c", script], check=True, env=environment)

@@ -201,9 +201,11 @@ def _is_batch_size(node: Any) -> bool:
     if node.op != "call_function":
         return False
     if node.target is getattr:
-        return bool(node.args[1] == "shape")
-    source, index = node.args[0], node.args[1]
-    return node.target is operator.getitem and _is_batch_size(source) and bool(index == 0)
+        return node.args[1:] == ("shape",)
+    if node.target is not operator.getitem:
+        return False
+    source, *index = node.args
+    return index == [0] and _is_batch_size(source)
 
 
 # --------------------------------------------------------------- operations as rules
@@ -358,6 +360,8 @@ def _without_bias_gradients(steps: list[Step]) -> tuple[Step, ...]:
 
 def with_rules(module: nn.Module) -> None:
     """Let every part of ``module`` that has a plan use it where it is mapped over a stack."""
+    if getattr(module, "inplace", False):
+        return  # a rule gives something new, and somebody may look at the old
     plan = plan_of(module)
     if plan is not None:
         module.forward = partial(_mapped, module, plan, module.forward)
