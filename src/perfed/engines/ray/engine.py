@@ -50,7 +50,7 @@ class Hosted:
     number: int
     population: Population
     clients_a_round: int
-    homes: list[int] = field(default_factory=list)
+    homes: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int32))
     """The worker of each client."""
     data: Any = None
     """The federation, in Ray's object store."""
@@ -135,7 +135,7 @@ class RayEngine:
         hosted = self._hosted[population]
         asked: dict[int, tuple[Any, ...]] = {}
         for client in sorted(hosted.changed):
-            what = asked.setdefault(hosted.homes[client], ("records", hosted.number, []))
+            what = asked.setdefault(int(hosted.homes[client]), ("records", hosted.number, []))
             what[2].append(client)
         for parcel in self._ask(asked).values():
             population.records.update(unpack(parcel, CPU))
@@ -247,7 +247,7 @@ class RayEngine:
         """The share of each worker that has one."""
         hosted, mine = self._hosted[call.population], dict[int, dict[int, Message]]()
         for client, message in call.messages.items():
-            mine.setdefault(hosted.homes[client], {})[client] = message
+            mine.setdefault(int(hosted.homes[client]), {})[client] = message
         return {
             number: Share(hosted.number, call.method, part, call.round)
             for number, part in mine.items()
@@ -261,17 +261,17 @@ class RayEngine:
                 log.warning("%s", line)
 
 
-def dealt(population: Population, workers: int) -> list[int]:
+def dealt(population: Population, workers: int) -> np.ndarray:
     """The worker of each client.
 
     Clients with like networks and like many samples take turns: so every worker gets its share of
     each architecture and of those clients that are selected most often.
     """
-    clients = range(len(population.architectures))
-    alike = sorted(clients, key=lambda k: (population.architectures[k], population.train_size(k)))
-    homes = [0] * len(clients)
-    for position, client in enumerate(alike):
-        homes[client] = position % workers
+    labels = {label: number for number, label in enumerate(sorted(population.by_label))}
+    networks = np.fromiter(map(labels.__getitem__, population.architectures), dtype=np.int32)
+    homes = np.empty(len(networks), dtype=np.int32)
+    alike = np.lexsort((population.federation.train_sizes, networks))
+    homes[alike] = np.arange(len(networks)) % workers
     return homes
 
 

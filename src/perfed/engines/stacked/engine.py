@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from perfed.core.errors import ConfigError
 from perfed.core.notices import say_once
 from perfed.core.predictor import What
 from perfed.core.streams import seed_generators
@@ -88,6 +89,12 @@ class StackedEngine(LocalEngine):
 
     def expect(self, population: Population, clients_a_round: int) -> None:
         self._populations.append(population)
+        if len(self._populations) > 1 and not all(p.has_all_samples for p in self._populations):
+            raise ConfigError(
+                "runs side by side need all samples in memory, and these are made or read for each "
+                "client: run them one after another",
+                "data",
+            )
         self._tables = None
         self._steps.clear()
         self.recordings.clear()  # they look at the samples there were
@@ -262,6 +269,9 @@ class StackedEngine(LocalEngine):
         if population not in self._populations:
             self._populations.append(population)
             self._tables = None
+            self.recordings.clear()
+        if not population.has_all_samples and self._tables and self._tables.x is not population.x:
+            self._tables = None  # there was not enough room
             self.recordings.clear()
         if self._tables is None:
             self._tables = join_samples(self._populations)
