@@ -41,6 +41,8 @@ class Worker:
     """Its share of all rounds since the last collection."""
     coming: list[Any] = field(default_factory=list)
     """Answers that nobody has waited for yet."""
+    crowded: bool = False
+    """Whether it shares a core, since its machine was lost and no other core was free."""
 
 
 @dataclass
@@ -142,6 +144,7 @@ class RayEngine:
         for worker in self.workers:
             worker.log = [share for share in worker.log if share.population != hosted.number]
         hosted.changed.clear()
+        self._spread_out()
 
     def close(self) -> None:
         workers, self.workers = self.workers, []
@@ -211,11 +214,27 @@ class RayEngine:
         )
         session, dead = self._connected(), self.workers[number]
         session.kill(dead.actor)
-        self.workers[number] = Worker(session.take(self._gpus), dead.log)
+        actor, crowded = session.take_place(self._gpus)
+        if crowded:
+            log.warning("no core is free for worker %d: it shares one until there is", number)
+        self.workers[number] = Worker(actor, dead.log, crowded=crowded)
         self._introduce(number)
+        session.wait_for(self.workers[number].coming[:1])  # with a line where that takes long
         for share in dead.log:
             self._tell(number, "call", pack([share]))
             self._tell(number, "commit", share.population)
+
+    def _spread_out(self) -> None:
+        """Workers that share a core move to one of their own, where a machine has joined. Nothing
+        is in their logs now: all that their clients have is here."""
+        crowded = [n for n, worker in enumerate(self.workers) if worker.crowded and not worker.log]
+        free = self._connected().free_cores() if crowded else 0
+        for number in crowded[:free]:
+            session, old = self._connected(), self.workers[number]
+            self.workers[number] = Worker(session.take(self._gpus))
+            self._introduce(number)
+            session.kill(old.actor)
+            log.warning("worker %d of %d has a core of its own again", number, self._count)
 
     def _tell(self, number: int, *what: Any) -> None:
         worker = self.workers[number]
