@@ -27,7 +27,7 @@ MOST_VALUES = 100_000  # keys and values of a configuration, in three seconds
 DEEPEST = 50
 """How far values may be inside each other: reading them is recursive."""
 MOST_SEEDS = 10_000
-MOST_CLIENTS = 1_000_000
+MOST_CLIENTS = 10_000_000
 LARGEST_BATCH = 1_000_000
 """Samples. More than that no machine holds, and PyTorch says so when the run has begun."""
 

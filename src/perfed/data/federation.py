@@ -113,7 +113,7 @@ class Splits(Sequence[ClientSplit]):
         kinds, inverse = np.unique(kind, return_inverse=True)
         held_and_share = [divmod(int(one), len(shares)) for one in kinds]
         parts = [_part_sizes(self._split, shares[share], held) for held, share in held_and_share]
-        return np.array(parts)[inverse]
+        return np.array(parts, dtype=np.int32)[inverse]
 
 
 @dataclass(frozen=True)
