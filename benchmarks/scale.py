@@ -70,9 +70,12 @@ class Sleeping(FedAvg):
     """FedAvg whose clients sleep before they train, as if that took so long."""
 
     seconds: float = option(0.0, "how long")
+    until: str = option("", "a file that round 2 waits for")
 
     def client_round(self, client: Client, message: Message) -> Message:
         time.sleep(self.seconds)
+        while client.round == 2 and self.until and not Path(self.until).exists():
+            time.sleep(0.02)
         return super().client_round(client, message)
 
 
@@ -143,7 +146,9 @@ def measure_machines(machines: int) -> dict[str, Any]:
     return row
 
 
-def play(path: Path, workers: int, *callbacks: perfed.Callback, seconds: float = 0.05) -> Path:
+def play(
+    path: Path, workers: int, *callbacks: perfed.Callback, seconds: float = 0.05, until: str = ""
+) -> Path:
     """A run whose data is gone before a worker starts: only who began it could read it."""
     file = path.with_suffix(".npz")
     random = np.random.default_rng(0)
@@ -157,7 +162,11 @@ def play(path: Path, workers: int, *callbacks: perfed.Callback, seconds: float =
         "data": {"name": "npz", "path": str(file)},
         "partition": "iid",
         "models": ["mlp"],
-        "algorithm": {"name": f"{Path(__file__).resolve()}:Sleeping", "seconds": seconds},
+        "algorithm": {
+            "name": f"{Path(__file__).resolve()}:Sleeping",
+            "seconds": seconds,
+            "until": until,
+        },
     }
     how = perfed.Execution(engine="ray", device="cpu", workers=workers, checkpoint_seconds=0.001)
     simulation = Simulation(perfed.Experiment(**values), callbacks, how)
@@ -196,15 +205,17 @@ class After(perfed.Callback):
 def disturbed(cluster: Any, nodes: list[Any], path: Path) -> dict[str, Any]:
     """A machine is lost in round 2, one joins after round 3; the sum is that of the others."""
 
+    lost_by_now = path.with_suffix(".lost")
+
     def lose() -> None:
         cluster.remove_node(nodes[-1], allow_graceful=False)
+        lost_by_now.touch()
 
     lost = After(1, lambda: threading.Timer(0.1, lose).start())
     joins = After(3, lambda: cluster.add_node(num_cpus=1))
-    run = play(path, max(MACHINES), lost, joins)
+    run = play(path, max(MACHINES), lost, joins, until=str(lost_by_now))
     lines = [json.loads(line) for line in (run / "timing.jsonl").read_text().splitlines()]
-    seconds = max(line["clients"] for line in lines[1:4])  # of the round that had to be mended
-    return {"disturbed_sum": directory_sum(run), "loss_seconds": seconds}
+    return {"disturbed_sum": directory_sum(run), "loss_seconds": lines[2]["clients"]}
 
 
 def call_seconds(workers: int) -> float:

@@ -226,7 +226,9 @@ class RayEngine:
 
     def _spread_out(self) -> None:
         """Workers that share a core move to one of their own, where a machine has joined. Nothing
-        is in their logs now: all that their clients have is here."""
+        is in their logs now, and no round is under way: all that their clients have is here."""
+        if any(hosted.round is not None for hosted in self._hosted.values()):
+            return
         crowded = [n for n, worker in enumerate(self.workers) if worker.crowded and not worker.log]
         free = self._connected().free_cores() if crowded else 0
         for number in crowded[:free]:
