@@ -72,6 +72,9 @@ class Sleeping(FedAvg):
     seconds: float = option(0.0, "how long")
     until: str = option("", "a file that round 2 waits for")
 
+    def label(self) -> str:
+        return "sleeping"  # in all runs that are compared
+
     def client_round(self, client: Client, message: Message) -> Message:
         time.sleep(self.seconds)
         while client.round == 2 and self.until and not Path(self.until).exists():
