@@ -229,8 +229,7 @@ def scale_machines() -> str:
             *lines,
             "",
             f"Run directories of four workers on one, two and four machines: {alike}. With one of "
-            f"four machines lost in a round and one that joins two rounds later: {disturbed}; the "
-            f"round of the loss took {last['loss_seconds']:.0f} s "
+            f"four machines lost in a round and one that joins two rounds later: {disturbed} "
             f"{machine(record['environment'])}.",
         ]
     )

@@ -3,8 +3,12 @@ what it loses with its machine is real; the network between them is not."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import re
+import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -71,6 +75,17 @@ class After(perfed.Callback):
             self.what()
 
 
+def lose_machine(cluster: Any, node: Any) -> None:
+    """All its processes at once. Workers outlive what started them by a second."""
+    (raylet,) = node.all_processes["raylet"]
+    listed = ["pgrep", "-P", str(raylet.process.pid)]
+    workers = subprocess.run(listed, capture_output=True, text=True, check=True).stdout.split()
+    cluster.remove_node(node, allow_graceful=False)
+    for worker in workers:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(worker), signal.SIGKILL)
+
+
 def played(folder: Path, name: str, *callbacks: perfed.Callback) -> Path:
     """A run. Its data is gone before a worker starts: nobody but who began it can read it."""
     random, file = np.random.default_rng(0), folder / "samples.npz"
@@ -99,7 +114,7 @@ def test_a_machine_lost_in_a_round_and_one_that_joins_change_nothing(
     second, now = cluster.add_node(num_cpus=1), tmp_path / "now"
 
     def lose() -> None:
-        cluster.remove_node(second, allow_graceful=False)
+        lose_machine(cluster, second)
         now.touch()
 
     lost = After(0, lambda: threading.Timer(0.3, lose).start())
