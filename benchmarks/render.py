@@ -194,18 +194,71 @@ def bf16() -> str:
 def scale() -> str:
     record = result("scale")
     lines = [
-        "| K | a round | memory at its peak | clients with a model of their own |",
+        "| K | a round | memory at its peak | until the first round |",
         "|---|---|---|---|",
     ]
-    for clients in (1_000, 100_000):
-        rows = [row for row in record["rows"] if row["clients"] == clients]
-        best = min(rows, key=lambda row: row["round_ms"])
+    for row in record["clients"]:
         lines.append(
-            f"| {clients:,} | {best['round_ms']:.1f} ms | {best['peak_memory_gib']:.2f} GiB | "
-            f"{best['clients_with_a_model']} |"
+            f"| {row['clients']:,} | {row['round_ms']:.0f} ms | {row['peak_memory_gib']:.2f} GiB | "
+            f"{row['build_seconds']:.1f} s |"
         )
     ratio = f"{record['round_ratio']:.2f}"
-    return "\n".join([*lines, "", f"Ratio {ratio} {machine(record['environment'])}."])
+    each = f"{record['model']['bytes_per_client']:.0f}"
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"A round at K = 1,000,000 takes {ratio} times that at K = 1,000. A client that is not "
+            f"at work costs {each} bytes {machine(record['environment'])}.",
+        ]
+    )
+
+
+def scale_machines() -> str:
+    record = result("scale")
+    lines = ["| machines | seconds a round | by the model below |", "|---|---|---|"]
+    for row in record["model"]["checked"]:
+        seconds, modelled = row["round_seconds"], row["modelled_seconds"]
+        lines.append(f"| {row['machines']} | {seconds:.2f} | {modelled:.2f} |")
+    sums = {row["sum"] for row in record["machines"]}
+    last = record["machines"][-1]
+    alike = "the same to the bit" if len(sums) == 1 else "NOT the same"
+    disturbed = "the same" if sums == {last["disturbed_sum"]} else "NOT the same"
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"Run directories of four workers on one, two and four machines: {alike}. With one of "
+            f"four machines lost in a round and one that joins two rounds later: {disturbed} "
+            f"{machine(record['environment'])}.",
+        ]
+    )
+
+
+def scale_model() -> str:
+    record = result("scale")
+    model, measured = record["model"], record["measured"]
+    assumed, parts = model["assumed"], model["seconds"]
+    each = model["bytes_per_client"]
+    memory = each * assumed["clients"] / 2**30
+    rows = {
+        f"training, {model['busiest']:.0f} clients one after another on the machine that has most "
+        "of them (ten on average)": parts["training"],
+        f"asking {assumed['machines']:,} workers, "
+        f"{1e3 * measured['call_seconds']:.2f} ms each": parts["calls"],
+        "replies through the network of one machine": parts["network"],
+        "packing, unpacking and merging there": parts["messages"],
+    }
+    lines = ["| | seconds a round |", "|---|---|"]
+    lines += [f"| {what} | {seconds:.1f} |" for what, seconds in rows.items()]
+    lines += [
+        f"| **together, if nothing overlaps** | **{sum(rows.values()):.0f}** |",
+        "",
+        f"Memory where the run is started: {model['replies_gib']:.0f} GiB of replies, held until "
+        f"they are merged. Every worker: {memory:.2f} GiB for {assumed['clients']:,} clients "
+        f"({each:.0f} bytes each), and {model['build_seconds']:.0f} s until it can begin.",
+    ]
+    return "\n".join(lines)
 
 
 def federation() -> str:
@@ -268,6 +321,8 @@ BLOCKS = {
     "table1-time": table1_time,
     "bf16": bf16,
     "scale": scale,
+    "scale-machines": scale_machines,
+    "scale-model": scale_model,
     "federation": federation,
 }
 

@@ -27,7 +27,7 @@ MOST_VALUES = 100_000  # keys and values of a configuration, in three seconds
 DEEPEST = 50
 """How far values may be inside each other: reading them is recursive."""
 MOST_SEEDS = 10_000
-MOST_CLIENTS = 1_000_000
+MOST_CLIENTS = 10_000_000
 LARGEST_BATCH = 1_000_000
 """Samples. More than that no machine holds, and PyTorch says so when the run has begun."""
 
@@ -106,6 +106,12 @@ class Experiment(Options):
         "samples, or uniform, all with the same probability",
     )
     evaluate_every: int = option(1, "all clients are evaluated every so many rounds", ge=1)
+    evaluate_clients: int = option(
+        0,
+        "how many clients are evaluated and written down, drawn once by the seed: for populations "
+        "that are too large for more; 0: all",
+        ge=0,
+    )
     data: Dataset = option("digits", "the dataset")
     partition: Partition = option("groups", "how the samples are divided among the clients")
     split: Split = option(
@@ -143,6 +149,12 @@ class Experiment(Options):
                 f"{self.clients_per_round} of {self.clients} clients a round: "
                 f"must be at most clients, {self.clients}",
                 "clients_per_round",
+            )
+        if self.evaluate_clients > self.clients:
+            raise ConfigError(
+                f"{self.evaluate_clients} of {self.clients}: must be at most clients, "
+                f"{self.clients}",
+                "evaluate_clients",
             )
         if self.algorithm.needs_plain_sgd and not self.training.optimizer.is_plain():
             raise ConfigError(

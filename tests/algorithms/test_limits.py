@@ -1,6 +1,7 @@
 """Limit cases, exact: each method with its own idea switched off is the method it came from."""
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,9 +121,9 @@ def test_scaffold_on_identical_clients_is_fedavg(monkeypatch: pytest.MonkeyPatch
         simulation = simulate(
             algorithm=algorithm, clients_per_round=6, models={"architectures": ["mlp"]}
         )
-        one = simulation.federation.splits[0]
-        for split in simulation.federation.splits[1:]:
-            object.__setattr__(split, "train", one.train)
+        splits = simulation.federation.splits
+        alike = [replace(split, train=splits[0].train) for split in splits]
+        simulation.population.federation = replace(simulation.federation, splits=alike)
         # And the same mini-batches: every client is client 0 to the streams.
         monkeypatch.setattr(
             Sgd, "_key", lambda self, what: stream_key(0, what, 0, self.client.round)

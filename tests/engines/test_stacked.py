@@ -16,21 +16,23 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
 import perfed
 from perfed import Execution
 from perfed.core.algorithm import Algorithm, Client, Network, Private, Public
 from perfed.core.channel import Channel
-from perfed.core.errors import ConfigError
+from perfed.core.errors import ConfigError, RunError
 from perfed.core.message import Message
 from perfed.core.tree import flatten
 from perfed.engines.stacked import StackedEngine
+from perfed.engines.stacked import engine as stacked_engine_module
 from perfed.engines.stacked.engine import JobStreams
 from perfed.engines.stacked.plan import Plan
-from perfed.engines.stacked.recorded import without_collection
+from perfed.engines.stacked.recorded import TapedForward, TapedTraining, without_collection
 from perfed.engines.stacked.requests import objective_key
 from perfed.runs.simulation import Simulation
-from tests.conftest import SEQUENTIAL, STACKED, TINY, spec, tiny
+from tests.conftest import SEQUENTIAL, STACKED, TINY, simulate, spec, tiny
 
 CNN = {"name": "cnn"}
 CNN_BN = {"name": "cnn", "batchnorm": True}
@@ -169,6 +171,67 @@ def test_a_recording_is_the_same_whatever_the_size_of_the_stack(name: str) -> No
     experiment = tiny(algorithm=spec(name), models=MIXED, training={"steps": 3, "decay": 0.5})
     reference = play(Simulation(experiment, how=SEQUENTIAL), 4)
     assert_same(play(recording(experiment), 4), reference, 1e-8)
+
+
+def limit_memory(monkeypatch: pytest.MonkeyPatch, clients: int) -> None:
+    """Memory holds so many clients at a time: a stack with more fails as it does on a GPU, where
+    it is recorded or in the middle of its training."""
+
+    def check(tensors: Any) -> None:
+        if len(tree_flatten(tensors)[0][0]) > clients:
+            raise torch.OutOfMemoryError
+
+    class Training(TapedTraining):
+        def run(self, moving: Any, *rest: Any) -> Any:
+            check(moving)
+            return super().run(moving, *rest)
+
+    class Forward(TapedForward):
+        def __init__(self, module: Any, what: Any, lanes: Any, at_once: Any, *rest: Any) -> None:
+            check(rest[0])
+            super().__init__(module, what, lanes, at_once, *rest)
+
+    monkeypatch.setattr(stacked_engine_module, "TapedTraining", Training)
+    monkeypatch.setattr(stacked_engine_module, "TapedForward", Forward)
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("name", ["perfed-ckt", "scaffold"])
+def test_clients_that_memory_does_not_hold_take_turns(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """To the bit what stacks of that size give."""
+    experiment = tiny(algorithm=spec(name), models=["mlp"], clients_per_round=6)
+    numbers = []
+    for limited in (False, True):
+        with monkeypatch.context() as patch:
+            if limited:
+                limit_memory(patch, 2)
+            else:
+                patch.setattr(stacked_engine_module, "MOST_LANES", 2)
+            simulation = Simulation(experiment, how=STACKED)
+            simulation.begin(Channel())
+            for round in range(3):
+                simulation.play_round(round, Channel())
+            columns = simulation.population.evaluate(simulation.evaluation_messages(3), 3)
+        numbers.append((contents(simulation), columns))
+    (unlimited, columns), (limited_contents, limited_columns) = numbers
+    assert unlimited.keys() == limited_contents.keys()
+    assert all(torch.equal(tensor, limited_contents[n]) for n, tensor in unlimited.items())
+    np.testing.assert_equal(columns, limited_columns)
+    said = [record.getMessage() for record in caplog.records]
+    assert said[-1] == "memory holds 2 clients of 'mlp' at a time: they take turns"
+    assert len(said) == 2  # of six clients, then of three; it is remembered
+
+
+def test_a_client_that_memory_does_not_hold_ends_the_run_in_a_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limit_memory(monkeypatch, 0)
+    simulation = simulate(STACKED, models=["mlp"], algorithm="fedavg")
+    simulation.begin(Channel())
+    with pytest.raises(RunError, match="memory does not hold one client of 'mlp'"):
+        simulation.play_round(0, Channel())
 
 
 def test_nothing_is_recorded_again_for_another_size_or_rate() -> None:

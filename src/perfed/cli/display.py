@@ -118,7 +118,9 @@ def networks_table(partition: Mapping[str, Any]) -> list[str]:
     for label, facts in sorted(networks.items(), key=lambda item: item[1]["parameters"]):
         who = [n for n, c in enumerate(partition["clients"]) if c["architecture"] == label]
         size = f"{facts['parameters']:>10,}"
-        lines.append(f"{label:<{width}}  {size}  {facts['clients']:>7}  ({ranges(who)})")
+        # Where only some clients are written down, who the others are is not known.
+        which = "" if "numbers" in partition else f"  ({ranges(who)})"
+        lines.append(f"{label:<{width}}  {size}  {facts['clients']:>7}{which}")
     return lines
 
 

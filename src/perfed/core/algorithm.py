@@ -345,7 +345,10 @@ def _average(trees: Sequence[Any], shares: Sequence[float]) -> Any:
         return combine(trees, lambda tensors: _average(tensors, shares))
     if isinstance(first, Mapping):
         return {name: _average([tree[name] for tree in trees], shares) for name in first}
-    total: Any = sum(share * t.double() for share, t in zip(shares, trees, strict=True))
+    total = torch.zeros_like(first, dtype=torch.float64)
+    scaled = torch.empty_like(total)  # in place: new memory for every client costs more than sums
+    for share, tensor in zip(shares, trees, strict=True):
+        total += scaled.copy_(tensor).mul_(share)
     whole = not first.is_floating_point()  # BatchNorm's count of batches
     return (total.round() if whole else total).to(first.dtype)
 

@@ -16,3 +16,13 @@ def select_clients(
         len(sizes), size=count, replace=False, p=chances
     )
     return sorted(int(client) for client in selected)
+
+
+def evaluated_clients(clients: int, count: int, seed: int) -> list[int]:
+    """Of ``clients``, the ``count`` that are evaluated, or all of them: the same in every round."""
+    if not count:
+        return list(range(clients))
+    return sorted(
+        int(client)
+        for client in numpy_stream(seed, "evaluated").choice(clients, size=count, replace=False)
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -57,11 +57,33 @@ class Unlabeled:
     tokens: Tokens | None = None
 
 
+class ClientData(ABC):
+    """Clients' samples that are made or read for one client at a time: they are never all in
+    memory."""
+
+    samples: Samples
+    """The public set and the number of classes; ``x`` has no rows, and says their shape."""
+    sizes: np.ndarray
+    """How many samples each client has."""
+
+    @abstractmethod
+    def client(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """The samples and labels of one client, the same whenever they are asked for."""
+
+    def positions(self, number: int) -> np.ndarray:
+        return np.arange(self.sizes[number])
+
+
 class Dataset(Component):
     registry: ClassVar[Registry[Dataset]]
 
     @abstractmethod
     def load(self, seed: int) -> Samples: ...
+
+    def client_data(self, seed: int, clients: int) -> ClientData | None:
+        """Where the samples of each client are made or read by themselves; None: ``load`` has
+        them all."""
+        return None
 
     def unlabeled(self, seed: int) -> Unlabeled:
         """Its samples as another dataset's public set."""

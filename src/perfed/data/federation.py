@@ -3,10 +3,11 @@ public set."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from hashlib import blake2b
+from typing import Any, Literal, overload
 
 import numpy as np
 
@@ -15,12 +16,14 @@ from perfed.core.inputs import Inputs
 from perfed.core.notices import say_once
 from perfed.core.schema import Options, option
 from perfed.core.streams import numpy_stream
-from perfed.data.datasets import Dataset, Samples, with_spare
-from perfed.data.partition import Given, Partition, held_by, move_to_minimum
+from perfed.data.datasets import ClientData, Dataset, Samples, with_spare
+from perfed.data.partition import Given, Held, Partition, move_to_minimum
 from perfed.data.tokens import all_tokens, tokens_in
 
 FreshMix = Literal["test", "held"]
 SMALLEST_CLIENT = 3  # one sample each to train, to validate and to test
+OF_EACH_CLIENT = {"sizes": int, "client_names": str}  # the facts of a partition that are
+SPLITS_IN_MEMORY = 4096  # of the clients asked for last
 
 
 @dataclass(frozen=True)
@@ -62,11 +65,65 @@ class ClientSplit:
     unused: np.ndarray
 
 
+class Splits(Sequence[ClientSplit]):
+    """Every client's split, made when it is asked for: it follows from the seed and the client.
+    What stays in memory grows with the samples' positions, not with objects for each client."""
+
+    def __init__(
+        self, held: Callable[[int], np.ndarray], sizes: np.ndarray, split: Split, seed: int
+    ) -> None:
+        """``held`` gives the positions of a client's samples, ``sizes`` how many each has."""
+        self._held = held
+        self._sizes = sizes
+        self._split = split
+        self._seed = seed
+        self._made: dict[int, ClientSplit] = {}
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    @overload
+    def __getitem__(self, client: int) -> ClientSplit: ...
+    @overload
+    def __getitem__(self, client: slice) -> list[ClientSplit]: ...
+    def __getitem__(self, client: int | slice) -> ClientSplit | list[ClientSplit]:
+        if isinstance(client, slice):
+            return [self[number] for number in range(*client.indices(len(self)))]
+        if not -len(self) <= client < len(self):
+            raise IndexError(client)
+        client %= len(self)
+        if client not in self._made:
+            while len(self._made) >= SPLITS_IN_MEMORY:
+                del self._made[next(iter(self._made))]
+            held = self._held(client)
+            self._made[client] = split_client(held, self._split, self._seed, client)
+        return self._made[client]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_made": {}}
+
+    def part_sizes(self) -> np.ndarray:
+        """How many samples each client has in each part, (clients, 3)."""
+        shares = self._split.train
+        kind = self._sizes * len(shares)  # how much a client holds, and which share it draws
+        if len(shares) > 1:
+            streams = (numpy_stream(self._seed, "split", client) for client in range(len(self)))
+            drawn = (random.integers(len(shares)) for random in streams)
+            kind = kind + np.fromiter(drawn, dtype=np.int64)
+        kinds, inverse = np.unique(kind, return_inverse=True)
+        held_and_share = [divmod(int(one), len(shares)) for one in kinds]
+        parts = [_part_sizes(self._split, shares[share], held) for held, share in held_and_share]
+        return np.array(parts, dtype=np.int32)[inverse]
+
+
 @dataclass(frozen=True)
 class Federation:
     samples: Samples
     splits: Sequence[ClientSplit]
     partition_facts: dict[str, Any]
+    distant: ClientData | None = None
+    """Where clients' samples are, if they are not in ``samples``; splits then are positions in a
+    client's own."""
 
     @property
     def clients(self) -> int:
@@ -78,34 +135,54 @@ class Federation:
         return Inputs(tuple(self.samples.x.shape[1:]), self.samples.tokens)
 
     @cached_property
+    def _part_sizes(self) -> np.ndarray:
+        if isinstance(self.splits, Splits):
+            return self.splits.part_sizes()
+        parts = [(len(s.train), len(s.validation), len(s.test)) for s in self.splits]
+        return np.array(parts).reshape(-1, 3)
+
+    @property
     def train_sizes(self) -> np.ndarray:
-        return np.array([len(split.train) for split in self.splits])
+        return self._part_sizes[:, 0]
 
-    @cached_property
+    @property
     def test_sizes(self) -> np.ndarray:
-        return np.array([len(split.test) for split in self.splits])
+        return self._part_sizes[:, 2]
 
-    def record(self) -> dict[str, Any]:
+    def record(self, clients: Iterable[int] | None = None) -> dict[str, Any]:
         """What a run directory keeps: original sample numbers, by client and part, and how many
-        of each label they are."""
-        original = self.samples.index
+        of each label they are. Where only some ``clients`` are written down, of the others a
+        checksum of who has how much."""
+        everyone = range(self.clients)
+        chosen = everyone if clients is None else list(clients)
+        facts = self.partition_facts | {
+            name: [plain(self.partition_facts[name][client]) for client in chosen]
+            for name, plain in OF_EACH_CLIENT.items()
+            if name in self.partition_facts
+        }
         return {
             **({"data": self.samples.origin} if self.samples.origin else {}),
-            **self.partition_facts,
+            **facts,
+            **({} if clients is None else {"numbers": chosen, "everyone": self._checksum()}),
             "public": self.samples.public_index.tolist(),
-            "clients": [
-                {part: original[where].tolist() for part, where in vars(split).items()}
-                | {"labels": self._label_counts(split)}
-                for split in self.splits
-            ],
+            "clients": [self._client_record(client) for client in chosen],
         }
 
-    def _label_counts(self, split: ClientSplit) -> dict[str, list[int]]:
-        labels, classes = self.samples.y, self.samples.classes
-        return {
-            part: np.bincount(labels[where], minlength=classes).tolist()
+    def _client_record(self, client: int) -> dict[str, Any]:
+        split, original, labels = self.splits[client], self.samples.index, self.samples.y
+        if self.distant is not None:
+            labels = self.distant.client(client)[1]
+            original = np.arange(len(labels))
+        counts = {
+            part: np.bincount(labels[where], minlength=self.samples.classes).tolist()
             for part, where in vars(split).items()
         }
+        parts = {part: original[where].tolist() for part, where in vars(split).items()}
+        return parts | {"labels": counts}
+
+    def _checksum(self) -> dict[str, Any]:
+        content = np.ascontiguousarray(self._part_sizes).tobytes()
+        return {"clients": self.clients, "sizes": blake2b(content, digest_size=16).hexdigest()}
 
 
 def build_federation(
@@ -118,6 +195,9 @@ def build_federation(
     fresh_mix: FreshMix = "test",
 ) -> Federation:
     """Load, divide among clients, and divide each client's samples."""
+    distant = dataset.client_data(seed, clients)
+    if distant is not None:
+        return _distant_federation(distant, partition, split, seed, fresh_test)
     samples = _recognised(dataset.load(seed))
     if clients * SMALLEST_CLIENT > len(samples.y):
         raise ConfigError(
@@ -138,16 +218,9 @@ def build_federation(
         owner = partition.assign(samples.y, samples.classes, clients, random)
     before, minimum = owner, partition.minimum_size()
     owner = move_to_minimum(owner, clients, minimum, random)
-    holdings = held_by(owner, clients)
-    smallest = min(range(clients), key=lambda client: len(holdings[client]))
-    if len(holdings[smallest]) < SMALLEST_CLIENT:
-        name = facts["client_names"][smallest] if "client_names" in facts else smallest
-        raise ConfigError(
-            f"client {name} has {len(holdings[smallest])} samples; each needs "
-            f"{SMALLEST_CLIENT} (train, validation, test): fewer clients, or a larger minimum",
-            "partition",
-        )
-    splits = [split_client(held, split, seed, client) for client, held in enumerate(holdings)]
+    holdings = Held(owner, clients)
+    _check_smallest(holdings.sizes, facts.get("client_names"))
+    splits: Sequence[ClientSplit] = Splits(holdings.of, holdings.sizes, split, seed)
     if fresh_test:
         if isinstance(partition, Given):
             raise ConfigError(
@@ -159,7 +232,7 @@ def build_federation(
     facts |= scales | {
         "minimum": minimum,
         "moved_to_minimum": int((owner != before).sum()),
-        "sizes": [len(held) for held in holdings],
+        "sizes": holdings.sizes,
     }
     return Federation(samples, splits, facts)
 
@@ -171,6 +244,35 @@ def _recognised(samples: Samples) -> Samples:
     parts = [part for part in (samples.x, samples.public_x) if len(part)]
     tokens = all_tokens([tokens_in(part, 0, "samples") for part in parts])
     return replace(samples, tokens=tokens)
+
+
+def _check_smallest(sizes: np.ndarray, names: Sequence[str] | None) -> None:
+    smallest = int(sizes.argmin())
+    if sizes[smallest] < SMALLEST_CLIENT:
+        name = names[smallest] if names else smallest
+        raise ConfigError(
+            f"client {name} has {sizes[smallest]} samples; each needs "
+            f"{SMALLEST_CLIENT} (train, validation, test): fewer clients, or a larger minimum",
+            "partition",
+        )
+
+
+def _distant_federation(
+    distant: ClientData, partition: Partition, split: Split, seed: int, fresh_test: int
+) -> Federation:
+    """Of clients whose samples are made or read when they are needed."""
+    if not isinstance(partition, Given):
+        raise ConfigError(
+            f"these data say whose each sample is, and cannot be dealt anew as "
+            f"'{partition.registered_name}' would: must be given",
+            "partition",
+        )
+    if fresh_test:
+        raise ConfigError("every sample is some client's: must be 0", "fresh_test")
+    _check_smallest(distant.sizes, None)
+    splits = Splits(distant.positions, distant.sizes, split, seed)
+    facts = {"minimum": 0, "moved_to_minimum": 0, "sizes": distant.sizes}
+    return Federation(distant.samples, splits, facts, distant)
 
 
 def freshly_tested(
@@ -265,8 +367,14 @@ def _given_owner(samples: Samples, clients: int) -> tuple[np.ndarray, list[str]]
 def split_client(held: np.ndarray, split: Split, seed: int, client: int) -> ClientSplit:
     """Divide one client's samples; even the smallest client has one in every part."""
     random = numpy_stream(seed, "split", client)
-    shares = (split.train[random.integers(len(split.train))], split.validation, split.test)
-    sizes = [max(1, round(share * len(held))) for share in shares]
-    while sum(sizes) > len(held):  # rounding took too much
-        sizes[sizes.index(max(sizes))] -= 1
+    share = split.train[random.integers(len(split.train))]
+    sizes = _part_sizes(split, share, len(held))
     return ClientSplit(*np.split(random.permutation(held), np.cumsum(sizes)))
+
+
+def _part_sizes(split: Split, share: float, held: int) -> list[int]:
+    """Of the part to train on, to validate and to test, for a client that holds so many."""
+    sizes = [max(1, round(part * held)) for part in (share, split.validation, split.test)]
+    while sum(sizes) > held:  # rounding took too much
+        sizes[sizes.index(max(sizes))] -= 1
+    return sizes

@@ -42,10 +42,10 @@ partitions: Registry[Partition] = Registry("partition")
 Partition.registry = partitions
 
 
-def _cut(samples: np.ndarray, shares: np.ndarray) -> list[np.ndarray]:
-    """``samples`` cut in consecutive pieces in proportion to ``shares`` (which sum to one)."""
-    ends = np.round(np.cumsum(shares)[:-1] * len(samples)).astype(int)
-    return np.split(samples, np.clip(ends, 0, len(samples)))
+def _pieces(total: int, shares: np.ndarray) -> np.ndarray:
+    """The sizes of consecutive pieces in proportion to ``shares`` (which sum to one)."""
+    ends = np.round(np.cumsum(shares)[:-1] * total).astype(int)
+    return np.diff(np.clip(ends, 0, total), prepend=0, append=total)
 
 
 def _dirichlet(random: np.random.Generator, alpha: float, size: int) -> np.ndarray:
@@ -73,9 +73,8 @@ class LabelwiseDirichlet(Partition):
         owner = np.empty(len(labels), dtype=np.int64)
         for label in range(classes):
             samples = random.permutation(np.flatnonzero(labels == label))
-            pieces = _cut(samples, _dirichlet(random, self.alpha, clients))
-            for client, piece in enumerate(pieces):
-                owner[piece] = client
+            shares = _dirichlet(random, self.alpha, clients)
+            owner[samples] = np.repeat(np.arange(clients), _pieces(len(samples), shares))
         return owner
 
     def minimum_size(self) -> int:
@@ -167,8 +166,8 @@ class Shards(Partition):
         by_label = shuffled[np.argsort(labels[shuffled], kind="stable")]
         owners = random.permutation(np.repeat(np.arange(clients), self.per_client))
         owner = np.empty(len(labels), dtype=np.int64)
-        for client, piece in zip(owners, np.array_split(by_label, len(owners)), strict=True):
-            owner[piece] = client
+        whole, longer = divmod(len(labels), len(owners))
+        owner[by_label] = np.repeat(owners, whole + (np.arange(len(owners)) < longer))
         return owner
 
 
@@ -188,10 +187,23 @@ def _deal(count: int, hands: int, random: np.random.Generator, names: np.ndarray
     return np.asarray(names[random.permutation(np.arange(count) % hands)])
 
 
+class Held:
+    """Each client's samples, in their order: two arrays, however many clients there are."""
+
+    def __init__(self, owner: np.ndarray, clients: int) -> None:
+        self._order = np.argsort(owner, kind="stable")
+        ends = np.searchsorted(owner[self._order], np.arange(clients), side="right")
+        self.sizes = np.diff(ends, prepend=0)
+        self._ends = ends
+
+    def of(self, client: int) -> np.ndarray:
+        return self._order[self._ends[client] - self.sizes[client] : self._ends[client]]
+
+
 def held_by(owner: np.ndarray, clients: int) -> list[np.ndarray]:
     """Each client's samples, in their order."""
-    order = np.argsort(owner, kind="stable")
-    return np.split(order, np.searchsorted(owner[order], np.arange(1, clients)))
+    held = Held(owner, clients)
+    return [held.of(client) for client in range(clients)]
 
 
 def move_to_minimum(
@@ -208,6 +220,8 @@ def move_to_minimum(
             f"{clients * minimum}, there are {len(owner)}",
             "partition.minimum",
         )
+    if np.bincount(owner, minlength=clients).min() >= minimum:
+        return owner
     owner = owner.copy()
     holdings = [list(random.permutation(held)) for held in held_by(owner, clients)]
     largest = [(-len(held), client) for client, held in enumerate(holdings)]

@@ -25,6 +25,7 @@ from perfed.core.wire import Link
 from perfed.data import Federation
 from perfed.engines.base import Call, ClientRecord, Engine, EngineClient, Job, Method
 from perfed.engines.store import ClientStore
+from perfed.engines.window import Window
 from perfed.models import (
     Architecture,
     Models,
@@ -71,9 +72,11 @@ class Population:
             "models": (self._models, "evaluated-module"),
             "evaluate": (self._evaluate, "evaluated-module"),
         }
-        dealt = models.deal(federation.train_sizes, seed)
-        labels = {architecture: architecture.label() for architecture in dict.fromkeys(dealt)}
-        self.architectures = [labels[architecture] for architecture in dealt]
+        dealt = models.positions(federation.train_sizes, seed)
+        used = [models.architectures[position] for position in first_seen(dealt)]
+        labels = {architecture: architecture.label() for architecture in used}
+        by_position = [labels.get(architecture, "") for architecture in models.architectures]
+        self.architectures = [by_position[position] for position in dealt.tolist()]
         self._own_initial = models.initial == "own"
         self.by_label = {label: architecture for architecture, label in labels.items()}
         self.extra = named_networks(algorithm, self.by_label)
@@ -91,6 +94,7 @@ class Population:
         if algorithm.needs_features:
             self._find_heads()
         self._initial: dict[tuple[str, int], Weights] = {}
+        self._window = None if federation.distant is None else Window(federation, device)
         self.records = ClientStore(device) if store is None else store
         self.pending: dict[int, ClientRecord] = {}
         """What a round has changed, until it is whole."""
@@ -150,12 +154,27 @@ class Population:
 
     # Samples go to the device when they are first used: where clients live elsewhere, never.
 
-    @cached_property
+    # Where they are never all in memory, they are those of the clients of the newest call.
+
+    @property
     def x(self) -> Tensor:
+        return self._all_x if self._window is None else self._window.x
+
+    @property
+    def y(self) -> Tensor:
+        return self._all_y if self._window is None else self._window.y
+
+    @property
+    def has_all_samples(self) -> bool:
+        """Whether ``x`` has the samples of all clients, and stays as it is."""
+        return self._window is None
+
+    @cached_property
+    def _all_x(self) -> Tensor:
         return self.inputs.tensor(self.federation.samples.x, self.device)
 
     @cached_property
-    def y(self) -> Tensor:
+    def _all_y(self) -> Tensor:
         return torch.as_tensor(self.federation.samples.y, device=self.device)
 
     @cached_property
@@ -168,6 +187,8 @@ class Population:
     def jobs(self, call: Call) -> list[Job]:
         """One job for each message."""
         task, purpose = self._tasks[call.method]
+        if self._window is not None:
+            self._window.bring(call.messages)
         jobs = []
         for number, message in call.messages.items():
             client = self.client(number, call.round, evaluated=purpose != "module")
@@ -326,11 +347,12 @@ class Population:
                     )
 
     def positions(self, client: int, part: str) -> Tensor:
-        """Where a client's ``train``, ``validation`` or ``test`` samples are."""
-        return torch.as_tensor(getattr(self.federation.splits[client], part), device=self.device)
+        """Where a client's ``train``, ``validation`` or ``test`` samples are in ``x``."""
+        own = torch.as_tensor(getattr(self.federation.splits[client], part), device=self.device)
+        return own if self._window is None else own + self._window.first(client)
 
     def train_size(self, client: int) -> int:
-        return len(self.federation.splits[client].train)
+        return int(self.federation.train_sizes[client])
 
 
 def with_public_statistics(weights: Weights, algorithm: Algorithm, training: Training) -> Weights:
@@ -348,6 +370,12 @@ def check_one_width(algorithm: Algorithm, widths: Mapping[str, int]) -> None:
             f"networks have different widths ({each}): must be one width",
             "models",
         )
+
+
+def first_seen(values: np.ndarray) -> list[int]:
+    """The distinct ones, in the order in which they first appear."""
+    distinct, where = np.unique(values, return_index=True)
+    return [int(value) for value in distinct[np.argsort(where)]]
 
 
 def named_networks(algorithm: Algorithm, labels: Container[str]) -> dict[str, Architecture]:

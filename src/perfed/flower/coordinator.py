@@ -139,7 +139,7 @@ class FederatedRun(Coordinator):
         invitation = Envelope(self._header(JOIN, -1), facts={"plan": plan.to_mapping()})
         self.membership = Membership(transport, invitation, options, say)
         self.membership.admit = self._admit
-        self.membership.has_trained = lambda client: bool(self.progress.trained[client])
+        self.membership.has_trained = lambda client: client in self.progress.trained
         self.membership.is_released = self._is_released
         self.membership.changed = self._write_members
         self.watch = Watch()
@@ -326,8 +326,7 @@ class FederatedRun(Coordinator):
             )
         with self._timed("merge"):
             self.merge(round, replies)
-        for client in replies:
-            self.progress.trained[client] += 1
+        self._note_training(replies)
         return sorted(replies), difference(channel.total, before)
 
     def _evaluate(self, round: int, directory: RunDirectory) -> Steps[dict[str, Any]]:
@@ -356,7 +355,7 @@ class FederatedRun(Coordinator):
             arrays_of(numbers, who),
             np.array([member.sizes["train"] for member in members]),
             np.array([member.sizes["test"] for member in members]),
-            [self.progress.trained[client] for client in who],
+            [self.progress.trained.get(client, 0) for client in who],
         )
 
     def _ask_for_numbers(self, round: int) -> Steps[dict[int, Numbers]]:

@@ -127,8 +127,11 @@ class SiteData(Options):
                     f"client {client} of {self.clients}: must be less than data.clients", "client"
                 )
             whole = build_federation(self.dataset, self.partition, split, self.clients, self.seed)
-            whole_x = Read(whole.samples.x, whole.samples.tokens)
-            return whole_x.checked(vocabulary, "data"), whole.samples.y, whole.splits[client]
+            held, labels = whole.samples.x, whole.samples.y
+            if whole.distant is not None:
+                held, labels = whole.distant.client(client)
+            read = Read(held, whole.samples.tokens)
+            return read.checked(vocabulary, "data"), labels, whole.splits[client]
         if self.dataset is not None:
             samples = raw_numbers(self.dataset.load(self.seed), "data.dataset")
             x, y = Read(samples.x, samples.tokens), self._numbered(samples)
@@ -275,6 +278,10 @@ class CoordinatorOptions(Options):
             raise ConfigError(
                 "there are no samples here: sites are evaluated on their own",
                 "experiment.fresh_test",
+            )
+        if self.experiment.evaluate_clients:
+            raise ConfigError(
+                "every site evaluates itself: must be 0", "experiment.evaluate_clients"
             )
         here = replace(self.experiment, data=AtSites(), partition=Given())
         object.__setattr__(self, "experiment", here)

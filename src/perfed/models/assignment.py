@@ -93,6 +93,10 @@ class Models(Options):
 
     def deal(self, train_sizes: np.ndarray, seed: int) -> list[Architecture]:
         """Each client's architecture."""
+        return [self.architectures[position] for position in self.positions(train_sizes, seed)]
+
+    def positions(self, train_sizes: np.ndarray, seed: int) -> np.ndarray:
+        """The position of each client's architecture."""
         if self.assign == "list":
             if len(self.per_client) != len(train_sizes):
                 raise ConfigError(
@@ -113,7 +117,7 @@ class Models(Options):
             positions = numpy_stream(seed, "architectures").binomial(
                 len(self.architectures) - 1, train_sizes / train_sizes.max()
             )
-        return [self.architectures[position] for position in positions]
+        return positions
 
 
 def _counts(shares: np.ndarray, clients: int) -> np.ndarray:

@@ -328,7 +328,8 @@ def cluster_membership(run: Run, number: int) -> Chart | None:
     axes.grid(visible=False)
     axes.set(xlabel="communication round", ylabel="client")
     if rows <= 40:
-        axes.set_yticks(range(rows), [str(client) for client in found.order], fontsize=5.5)
+        numbers = [str(run.numbers[place]) for place in found.order]
+        axes.set_yticks(range(rows), numbers, fontsize=5.5)
         axes.tick_params(axis="y", length=0)
     else:
         axes.set_yticks([])
@@ -444,7 +445,9 @@ def labels_per_client(runs: Sequence[Run]) -> Chart | None:
         ),
     )
     if clients <= 40:
-        axes.set_xticks(range(clients), [str(client) for client in order], fontsize=6, rotation=90)
+        axes.set_xticks(
+            range(clients), [str(run.numbers[place]) for place in order], fontsize=6, rotation=90
+        )
     else:
         axes.set_xticks([])
     if classes <= 20:

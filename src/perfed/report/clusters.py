@@ -47,10 +47,15 @@ class Membership:
 def membership(run: Run) -> Membership | None:
     """None where clients record no cluster: in most methods, and at the sites of a federation,
     which keep it to themselves."""
+    places = {number: place for place, number in enumerate(run.numbers)}
     recorded = {
-        line["round"]: dict(
-            zip(line["clients"], map(int, line["client_state"]["cluster"]), strict=True)
-        )
+        line["round"]: {
+            places[client]: int(cluster)
+            for client, cluster in zip(
+                line["clients"], line["client_state"]["cluster"], strict=True
+            )
+            if client in places
+        }
         for line in run.rounds
         if "cluster" in line.get("client_state", {})
     }

@@ -24,7 +24,7 @@ IN_A_NAME = ("name", "about", "seed", "algorithm")  # do not set two runs of a m
 
 LONGEST_NAME = 60  # runs that would have longer ones go by their folders
 
-CLIENTS = ("clients", "data", "partition", "split", "fresh_test", "fresh_mix")
+CLIENTS = ("clients", "evaluate_clients", "data", "partition", "split", "fresh_test", "fresh_mix")
 
 ALONE = 4  # the colour of a single curve: blue
 
@@ -96,6 +96,11 @@ class Run:
         clients: list[dict[str, Any] | None] = self.partition.get("clients", [])
         return clients
 
+    @cached_property
+    def numbers(self) -> list[int]:
+        """Of those in ``clients``: all, unless only some are evaluated."""
+        return list(self.partition.get("numbers", range(len(self.clients))))
+
     @property
     def knows_labels(self) -> bool:
         """Of every client; of the sites of a federation only the sites know."""
@@ -106,10 +111,11 @@ class Run:
         """Of labels 0, 1, 2, …; empty where the data does not name them."""
         return list(self.partition.get("data", {}).get("classes", []))
 
-    def client_name(self, client: int) -> str:
-        """Its number, and its name where the data names it."""
+    def client_name(self, position: int) -> str:
+        """Of one of ``clients``: its number, and its name where the data names it."""
         names = self.partition.get("client_names", [])
-        return f"client {client} ({names[client]})" if names else f"client {client}"
+        name = f"client {self.numbers[position]}"
+        return f"{name} ({names[position]})" if names else name
 
     @cached_property
     def train_sizes(self) -> np.ndarray:

@@ -36,8 +36,10 @@ class Progress:
     link: Tree = field(default_factory=dict)
     """What the server's end of the wire keeps, by client."""
     traffic: Traffic = field(default_factory=Traffic)
-    trained: list[int] = field(default_factory=list)
-    """In how many rounds each client has trained."""
+    trained: dict[int, int] = field(default_factory=dict)
+    """In how many rounds each client has trained; those that have not are not here."""
+    clients: int = 0
+    """How many there are."""
     log_sizes: dict[str, int] = field(default_factory=dict)
     log_sums: dict[str, str] = field(default_factory=dict)
     """The checksums of the logs; empty for a checkpoint of an earlier version."""
@@ -73,7 +75,8 @@ class Checkpoints:
             "next_round": progress.next_round,
             "opened": progress.opened,
             "traffic": vars(progress.traffic),
-            "trained": progress.trained,
+            "trained": {str(client): count for client, count in progress.trained.items()},
+            "clients": progress.clients,
             "log_sizes": progress.log_sizes,
             "log_sums": progress.log_sums,
             "files": self._files,
@@ -164,14 +167,26 @@ def _progress(manifest: Mapping[str, Any]) -> Progress:
     sums = manifest.get("log_sums", {})
     if not all(isinstance(value, str) for value in sums.values()):
         raise ValueError("'log_sums' are not texts")
+    clients = _count(manifest.get("clients", len(manifest["trained"])))
     return Progress(
         next_round=_count(manifest["next_round"]),
         opened=bool(manifest.get("opened", True)),
         traffic=Traffic(**traffic),
-        trained=[_count(value) for value in manifest["trained"]],
+        trained=_trained(manifest["trained"], clients),
+        clients=clients,
         log_sizes={name: _count(value) for name, value in manifest["log_sizes"].items()},
         log_sums=dict(sums),
     )
+
+
+def _trained(recorded: Any, clients: int) -> dict[int, int]:
+    """Earlier versions wrote a list, with a number for every client."""
+    if isinstance(recorded, list):
+        recorded = dict(zip(range(clients), recorded, strict=True))
+    trained = {int(client): _count(count) for client, count in recorded.items() if count != 0}
+    if not all(0 <= client < clients for client in trained):
+        raise ValueError(f"'trained' has other clients than 0 … {clients - 1}")
+    return trained
 
 
 def _entry(entry: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from perfed.core.errors import ConfigError, Diverged, Refused, RunError
 from perfed.core.message import Message
 from perfed.core.metrics import Columns, load_metrics, summarize
 from perfed.core.own_code import running, wrong_return
+from perfed.core.selection import evaluated_clients
 from perfed.core.streams import torch_stream
 from perfed.core.tree import Tree, find_not_finite, flatten
 from perfed.core.wire import Link
@@ -89,7 +90,7 @@ class Coordinator(ABC):
         self.callbacks = list(callbacks)
         self.device = device
         self._checkpoint_seconds = checkpoint_seconds
-        self.progress = Progress(trained=[0] * experiment.clients)
+        self.progress = Progress(clients=experiment.clients)
         self.records: Mapping[int, ClientRecord] = {}
         """What clients keep, where it is kept here."""
         self.changed: set[int] = set()
@@ -105,6 +106,10 @@ class Coordinator(ABC):
         self._next_links: dict[int, Tree] = {}
         """The state of the server's end once the client's answer is admitted."""
         self._evaluation_channel = Channel()
+        self.evaluated = evaluated_clients(
+            experiment.clients, experiment.evaluate_clients, experiment.seed
+        )
+        """Whose numbers and models are written down."""
 
     # What differs with the place of the clients.
 
@@ -211,10 +216,8 @@ class Coordinator(ABC):
             raise RunError(
                 f"{path} says that {saved.next_round} rounds are done, of {self.experiment.rounds}"
             )
-        if len(saved.trained) != self.experiment.clients:
-            raise RunError(
-                f"{path} knows {len(saved.trained)} clients, of {self.experiment.clients}"
-            )
+        if saved.clients != self.experiment.clients:
+            raise RunError(f"{path} knows {saved.clients} clients, of {self.experiment.clients}")
 
     def _check_log(self, directory: RunDirectory, saved: Progress) -> None:
         logged = [line["round"] for line in directory.lines("rounds.jsonl") if line["round"] >= 0]
@@ -359,14 +362,15 @@ class Coordinator(ABC):
     def evaluation_messages(
         self, round: int, clients: Iterable[int] | None = None
     ) -> dict[int, Message]:
-        """What crosses to all clients, unless told to whom; counted apart from a round's."""
+        """What crosses to all clients that are evaluated, unless told to whom; counted apart from
+        a round's."""
         server = self.server(round)
         with running(self.algorithm, "evaluation_message"):
             written = {
                 client: self.algorithm.evaluation_message(
                     server, self.progress.state, self.info(client)
                 )
-                for client in (self._everyone() if clients is None else clients)
+                for client in (self.evaluated if clients is None else clients)
             }
         self._check_messages("evaluation_message", written)
         sent = {
@@ -417,6 +421,10 @@ class Coordinator(ABC):
     def _everyone(self) -> list[int]:
         return list(range(self.experiment.clients))
 
+    def _note_training(self, clients: Iterable[int]) -> None:
+        trained = self.progress.trained
+        trained.update({client: trained.get(client, 0) + 1 for client in clients})
+
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
         began = time.perf_counter()
@@ -444,7 +452,7 @@ def difference(after: Traffic, before: Traffic) -> dict[str, int]:
 
 def _as_it_is(progress: Progress) -> Progress:
     """What a round does to ``progress`` does not change it: trees are never written to."""
-    traffic, trained = dataclasses.replace(progress.traffic), list(progress.trained)
+    traffic, trained = dataclasses.replace(progress.traffic), dict(progress.trained)
     return dataclasses.replace(progress, traffic=traffic, trained=trained)
 
 

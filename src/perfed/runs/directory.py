@@ -4,7 +4,8 @@
     environment.json versions, machine, device
     partition.json   every client's samples (original numbers), architecture, and the public set;
                      of networks how large they are, of a user's own data a hash;
-                     of the sites of a federation, how many samples they have
+                     of the sites of a federation, how many samples they have;
+                     where only some clients are evaluated, these alone, and their numbers
     rounds.jsonl     a line per round: who took part, what clients and server note, traffic,
                      summaries
     clients.jsonl    a line per evaluation: every client's numbers

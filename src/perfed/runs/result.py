@@ -112,22 +112,24 @@ class Result:
         """A row per evaluated round, model kind and client, with each metric that was recorded."""
         import pandas as pd
 
-        clients = self.directory.read_json("partition.json")["clients"]
+        partition = self.directory.read_json("partition.json")
+        clients = partition["clients"]
+        numbers = partition.get("numbers", range(len(clients)))
         rows = [
             {
                 "round": line["round"],
                 "model": kind,
-                "client": number,
+                "client": numbers[place],
                 "architecture": client["architecture"],
                 "train_size": part_size(client, "train"),
                 "test_size": part_size(client, "test"),
-                **{name: values[number] for name, values in columns.items()},
+                **{name: values[place] for name, values in columns.items()},
             }
             for line in self.directory.lines("clients.jsonl")
             for kind, columns in line.items()
             if kind != "round"
-            for number, client in enumerate(clients)
-            if client and columns["test_accuracy"][number] is not None  # a site that has joined
+            for place, client in enumerate(clients)
+            if client and columns["test_accuracy"][place] is not None  # a site that has joined
         ]
         return pd.DataFrame(rows)
 
@@ -140,9 +142,11 @@ class Result:
 
     def _model(self, client: int, kind: str | None) -> nn.Module:
         index = self.directory.read_json("models/index.json")
-        if not 0 <= client < len(index["clients"]):
-            raise RunError(f"no client {client}: they are 0 … {len(index['clients']) - 1}")
-        entry = index["clients"][client]
+        numbers = index.get("numbers", range(len(index["clients"])))
+        if client not in numbers:
+            some = "those evaluated" if "numbers" in index else "they"
+            raise RunError(f"no client {client}: {some} are {numbers[0]} … {numbers[-1]}")
+        entry = index["clients"][numbers.index(client)]
         files = entry["models"]
         if kind is not None and kind not in files:
             raise RunError(f"client {client} has no {kind} model, only {', '.join(files)}")
@@ -175,6 +179,10 @@ class Result:
 
         numbers = self.summary
         table = summary([numbers])
+        clients, some = self.experiment.clients, self.experiment.evaluate_clients
+        if some:
+            note = f"{table.note}\n{some:,} of {clients:,} clients are evaluated."
+            table = dataclasses.replace(table, note=note)
         if numbers["finished"]:
             return [table]
         so_far = f"Not finished: after round {numbers['rounds']} of {self.experiment.rounds}."

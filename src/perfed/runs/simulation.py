@@ -231,8 +231,7 @@ class Simulation(Coordinator):
         self.engine.commit(self.population)
         self.changed.update(client for client, outcome in outcomes.items() if outcome.changed)
         self._outcomes = outcomes
-        for client in clients:
-            self.progress.trained[client] += 1
+        self._note_training(clients)
         return clients, difference(channel.total, before)
 
     def _evaluate(self, round: int, directory: RunDirectory) -> Steps[dict[str, Any]]:
@@ -248,11 +247,13 @@ class Simulation(Coordinator):
             for kind, column in columns.items()
         }
         directory.append("clients.jsonl", {"round": round, **lists})
-        sizes = self.federation.train_sizes, self.federation.test_sizes
-        return summaries(columns, *sizes, self.progress.trained)
+        train_sizes = self.federation.train_sizes[self.evaluated]
+        test_sizes = self.federation.test_sizes[self.evaluated]
+        trained = [self.progress.trained.get(client, 0) for client in self.evaluated]
+        return summaries(columns, train_sizes, test_sizes, trained)
 
     def _save_models(self, directory: RunDirectory) -> Steps[None]:
-        """Every client's final model; what several clients share is written once."""
+        """The final model of every client that is evaluated; what several share is written once."""
         folder = directory.path / "models"
         folder.mkdir(exist_ok=True)
         last = self.experiment.rounds - 1
@@ -283,9 +284,13 @@ class Simulation(Coordinator):
                 },
                 "networks": {name: plain(a) for name, a in self.population.extra.items()},
                 "clients": [
-                    {"architecture": label, "models": index[str(client)]}
-                    for client, label in enumerate(self.population.architectures)
+                    {
+                        "architecture": self.population.architectures[client],
+                        "models": index[str(client)],
+                    }
+                    for client in self.evaluated
                 ],
+                **({"numbers": self.evaluated} if self.experiment.evaluate_clients else {}),
             },
         )
 
@@ -331,15 +336,14 @@ class Simulation(Coordinator):
             )
 
     def _partition_record(self) -> dict[str, Any]:
-        record = self.federation.record()
+        some = self.experiment.evaluate_clients > 0
+        record = self.federation.record(self.evaluated if some else None)
         record["architectures"] = {
             label: {"clients": count, "parameters": parameter_count(self.population.modules[label])}
             for label, count in self._counts.items()
         }
-        for client, architecture in zip(
-            record["clients"], self.population.architectures, strict=True
-        ):
-            client["architecture"] = architecture
+        for client, number in zip(record["clients"], self.evaluated, strict=True):
+            client["architecture"] = self.population.architectures[number]
         return record
 
     def server(self, round: int) -> Server:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -178,10 +179,13 @@ def _clients(directory: RunDirectory) -> Record:
     """A number per client: how much it has, how often it trained, how well it ends."""
     partition = directory.read_json("partition.json")
     last = directory.lines("clients.jsonl")[-1]
-    trained = [0] * len(partition["clients"])
-    for line in directory.lines("rounds.jsonl"):
-        for client in line["clients"] if line["round"] >= 0 else ():
-            trained[client] += 1
+    trained = Counter(
+        client
+        for line in directory.lines("rounds.jsonl")
+        if line["round"] >= 0
+        for client in line["clients"]
+    )
+    numbers = partition.get("numbers", range(len(partition["clients"])))
     return {
         "train_size": [len(client["train"]) for client in partition["clients"]],
         "test_size": [len(client["test"]) for client in partition["clients"]],
@@ -189,7 +193,7 @@ def _clients(directory: RunDirectory) -> Record:
             sum(count > 0 for count in client["labels"]["train"]) for client in partition["clients"]
         ],
         "architecture": [client["architecture"] for client in partition["clients"]],
-        "rounds_trained": trained,
+        "rounds_trained": [trained[client] for client in numbers],
         "test_accuracy": {
             kind: [round(value, 5) for value in last[kind]["test_accuracy"]]
             for kind in last

@@ -19,6 +19,7 @@ from perfed.core.errors import ConfigError, RunError
 from perfed.engines.ray.bank import Bank
 
 PATIENCE = 30.0  # seconds until one is told that workers are waited for
+FREE_CORE = 10.0  # seconds for Ray to find a core for a worker that takes another's place
 FAREWELL = 2.0  # seconds for a worker to tidy up
 
 log = logging.getLogger("perfed")
@@ -82,10 +83,25 @@ class Session:
     def take(self, gpus: float) -> Any:
         """A worker of one core, or of so much of a GPU."""
         idle = self._idle.setdefault(gpus, [])
-        if idle:
-            return idle.pop()
         # On a Ray of our own, who asks for more workers than cores gets them.
-        cpus = 1.0 if self.shared and not gpus else 0.0
+        return idle.pop() if idle else self._new(1.0 if self.shared and not gpus else 0.0, gpus)
+
+    def take_place(self, gpus: float) -> tuple[Any, bool]:
+        """A worker in the place of one that has died, and whether it shares a core with others:
+        where a machine is lost, there may be none left for it alone. For a GPU it waits."""
+        worker = self.take(gpus)
+        if gpus or not self.shared:
+            return worker, False
+        there, _ = self._ray.wait([self.send(worker, "clear")], timeout=FREE_CORE)
+        if there:
+            return worker, False
+        self.kill(worker)
+        return self._new(0.0, gpus), True
+
+    def free_cores(self) -> int:
+        return int(self._ray.available_resources().get("CPU", 0))
+
+    def _new(self, cpus: float, gpus: float) -> Any:
         options = {"num_cpus": cpus, "num_gpus": gpus, "scheduling_strategy": "SPREAD"}
         return self._ray.remote(Bank).options(**options).remote()
 

@@ -41,6 +41,8 @@ class Worker:
     """Its share of all rounds since the last collection."""
     coming: list[Any] = field(default_factory=list)
     """Answers that nobody has waited for yet."""
+    crowded: bool = False
+    """Whether it shares a core, since its machine was lost and no other core was free."""
 
 
 @dataclass
@@ -50,7 +52,7 @@ class Hosted:
     number: int
     population: Population
     clients_a_round: int
-    homes: list[int] = field(default_factory=list)
+    homes: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int32))
     """The worker of each client."""
     data: Any = None
     """The federation, in Ray's object store."""
@@ -135,13 +137,14 @@ class RayEngine:
         hosted = self._hosted[population]
         asked: dict[int, tuple[Any, ...]] = {}
         for client in sorted(hosted.changed):
-            what = asked.setdefault(hosted.homes[client], ("records", hosted.number, []))
+            what = asked.setdefault(int(hosted.homes[client]), ("records", hosted.number, []))
             what[2].append(client)
         for parcel in self._ask(asked).values():
             population.records.update(unpack(parcel, CPU))
         for worker in self.workers:
             worker.log = [share for share in worker.log if share.population != hosted.number]
         hosted.changed.clear()
+        self._spread_out()
 
     def close(self) -> None:
         workers, self.workers = self.workers, []
@@ -211,11 +214,29 @@ class RayEngine:
         )
         session, dead = self._connected(), self.workers[number]
         session.kill(dead.actor)
-        self.workers[number] = Worker(session.take(self._gpus), dead.log)
+        actor, crowded = session.take_place(self._gpus)
+        if crowded:
+            log.warning("no core is free for worker %d: it shares one until there is", number)
+        self.workers[number] = Worker(actor, dead.log, crowded=crowded)
         self._introduce(number)
+        session.wait_for(self.workers[number].coming[:1])  # with a line where that takes long
         for share in dead.log:
             self._tell(number, "call", pack([share]))
             self._tell(number, "commit", share.population)
+
+    def _spread_out(self) -> None:
+        """Workers that share a core move to one of their own, where a machine has joined. Nothing
+        is in their logs now, and no round is under way: all that their clients have is here."""
+        if any(hosted.round is not None for hosted in self._hosted.values()):
+            return
+        crowded = [n for n, worker in enumerate(self.workers) if worker.crowded and not worker.log]
+        free = self._connected().free_cores() if crowded else 0
+        for number in crowded[:free]:
+            session, old = self._connected(), self.workers[number]
+            self.workers[number] = Worker(session.take(self._gpus))
+            self._introduce(number)
+            session.kill(old.actor)
+            log.warning("worker %d of %d has a core of its own again", number, self._count)
 
     def _tell(self, number: int, *what: Any) -> None:
         worker = self.workers[number]
@@ -247,7 +268,7 @@ class RayEngine:
         """The share of each worker that has one."""
         hosted, mine = self._hosted[call.population], dict[int, dict[int, Message]]()
         for client, message in call.messages.items():
-            mine.setdefault(hosted.homes[client], {})[client] = message
+            mine.setdefault(int(hosted.homes[client]), {})[client] = message
         return {
             number: Share(hosted.number, call.method, part, call.round)
             for number, part in mine.items()
@@ -261,17 +282,17 @@ class RayEngine:
                 log.warning("%s", line)
 
 
-def dealt(population: Population, workers: int) -> list[int]:
+def dealt(population: Population, workers: int) -> np.ndarray:
     """The worker of each client.
 
     Clients with like networks and like many samples take turns: so every worker gets its share of
     each architecture and of those clients that are selected most often.
     """
-    clients = range(len(population.architectures))
-    alike = sorted(clients, key=lambda k: (population.architectures[k], population.train_size(k)))
-    homes = [0] * len(clients)
-    for position, client in enumerate(alike):
-        homes[client] = position % workers
+    labels = {label: number for number, label in enumerate(sorted(population.by_label))}
+    networks = np.fromiter(map(labels.__getitem__, population.architectures), dtype=np.int32)
+    homes = np.empty(len(networks), dtype=np.int32)
+    alike = np.lexsort((population.federation.train_sizes, networks))
+    homes[alike] = np.arange(len(networks)) % workers
     return homes
 
 

@@ -15,14 +15,15 @@ import functools
 import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from perfed.core.errors import ConfigError, RunError
 from perfed.core.notices import say_once
 from perfed.core.predictor import What
 from perfed.core.streams import seed_generators
@@ -57,6 +58,7 @@ SAMPLES_AT_ONCE = 4096
 SAMPLES_OF_EACH = 512
 """The same in a recording, of each client."""
 MOST_RECORDINGS = 256
+Member = TypeVar("Member")
 
 log = logging.getLogger("perfed")
 
@@ -84,10 +86,18 @@ class StackedEngine(LocalEngine):
         self._tables: Samples | None = None
         self._populations: list[Population] = []
         self._steps: dict[Hashable, StackedStep] = {}
+        self._room: dict[str, int] = {}
+        """How many clients of a network memory holds at a time, where that has been too few."""
         self.recordings: dict[Hashable, Any] = {}
 
     def expect(self, population: Population, clients_a_round: int) -> None:
         self._populations.append(population)
+        if len(self._populations) > 1 and not all(p.has_all_samples for p in self._populations):
+            raise ConfigError(
+                "runs side by side need all samples in memory, and these are made or read for each "
+                "client: run them one after another",
+                "data",
+            )
         self._tables = None
         self._steps.clear()
         self.recordings.clear()  # they look at the samples there were
@@ -187,21 +197,54 @@ class StackedEngine(LocalEngine):
         lanes = self._lanes_for(label, len(group))
         for start in range(0, len(group), lanes):
             stack = group[start : start + lanes]
-            name = (kind, lanes if self._record else len(stack))
-            compute = functools.partial(
-                self._trained, name, self._steps[kind], lanes, stack, samples, starts
+            train = functools.partial(self._trained, kind, samples, starts)
+            compute = functools.partial(self._in_turns, train, label, lanes, stack)
+            yield Stack(self._name(kind, lanes, stack), samples.x.device, compute)
+
+    def _name(self, kind: Hashable, lanes: int, stack: Sequence[Any]) -> Hashable:
+        """Of a stack's recording."""
+        return (kind, lanes if self._record else len(stack))
+
+    def _in_turns(
+        self,
+        compute: Callable[[int, list[Member]], dict[int, Any]],
+        label: str,
+        lanes: int,
+        stack: list[Member],
+    ) -> dict[int, Any]:
+        """What ``compute`` makes of a stack; in halves, one after the other, where memory does not
+        hold it, and so from then on."""
+        with suppress(torch.OutOfMemoryError):
+            return compute(lanes, stack)
+        # Not in an except clause: an exception would keep what is to be given back.
+        held = lanes if self._record else len(stack)
+        if held == 1:
+            raise RunError(
+                f"memory does not hold one client of '{label}': a smaller training.batch_size may "
+                "help"
             )
-            yield Stack(name, samples.x.device, compute)
+        self.recordings.clear()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        half = -(-held // 2)
+        self._room[label] = min(half, self._room.get(label, half))
+        log.warning("memory holds %d clients of '%s' at a time: they take turns", half, label)
+        answers: dict[int, Any] = {}
+        while stack:
+            room = self._room[label]  # which the first half may have found too large, too
+            answers |= self._in_turns(compute, label, room, stack[:room])
+            stack = stack[room:]
+        return answers
 
     def _trained(
         self,
-        name: Hashable,
-        step: StackedStep,
-        lanes: int,
-        stack: list[Sgd],
+        kind: Hashable,
         samples: Samples,
         starts: dict[int, tuple[int, int]],
+        lanes: int,
+        stack: list[Sgd],
     ) -> dict[int, Trained]:
+        name, step = self._name(kind, lanes, stack), self._steps[kind]
         draws = draw(stack, starts)
         moving, inputs = stack_moving(stack), stack_inputs(stack)
         if name not in self.recordings:
@@ -219,23 +262,25 @@ class StackedEngine(LocalEngine):
         lanes = self._lanes_for(group[0].label, len(models))
         for start in range(0, len(models), lanes):
             stack = models[start : start + lanes]
-            where = pad_sequence([model.where for model in stack], batch_first=True)
-            name = (kind, lanes if self._record else where.shape)
-            compute = functools.partial(
-                self._run_forward, name, module, what, lanes, stack, table, where
-            )
-            yield Stack(name, table.device, compute)
+            forward = functools.partial(self._run_forward, kind, module, what, table)
+            compute = functools.partial(self._in_turns, forward, group[0].label, lanes, stack)
+            yield Stack(self._forward_name(kind, lanes, stack), table.device, compute)
+
+    def _forward_name(self, kind: Hashable, lanes: int, stack: Sequence[Model]) -> Hashable:
+        longest = max(len(model.where) for model in stack)
+        return (kind, lanes if self._record else (len(stack), longest))
 
     def _run_forward(
         self,
-        name: Hashable,
+        kind: Hashable,
         module: StackedModule,
         what: What,
+        table: Tensor,
         lanes: int,
         stack: list[Model],
-        table: Tensor,
-        where: Tensor,
     ) -> dict[int, Tensor]:
+        name = self._forward_name(kind, lanes, stack)
+        where = pad_sequence([model.where for model in stack], batch_first=True)
         tensors = stack_tensors([model.tensors for model in stack])
         if name not in self.recordings:
             recorded = RecordedForward if self._record else TapedForward
@@ -254,7 +299,7 @@ class StackedEngine(LocalEngine):
         most = count if count < 2 * self._threads else -(-count // self._threads)
         if self._record:
             most = self._expected.get(label, 0) or MOST_LANES
-        stacks = -(-most // MOST_LANES)
+        stacks = -(-most // min(MOST_LANES, self._room.get(label, MOST_LANES)))
         return -(-most // stacks)
 
     def _all_samples(self, population: Population) -> tuple[Samples, dict[int, tuple[int, int]]]:
@@ -262,6 +307,9 @@ class StackedEngine(LocalEngine):
         if population not in self._populations:
             self._populations.append(population)
             self._tables = None
+            self.recordings.clear()
+        if not population.has_all_samples and self._tables and self._tables.x is not population.x:
+            self._tables = None  # there was not enough room
             self.recordings.clear()
         if self._tables is None:
             self._tables = join_samples(self._populations)
