@@ -124,7 +124,7 @@ KERNELS = {
     "convolution, forward and input gradient": ("_conv_kernel", "_small_forward"),
     "convolution, weight gradient": ("_conv_weight", "_small_weight"),
     "BatchNorm, ReLU and pooling, both ways": ("_norm", "_stats"),
-    "the update": ("_descend",),
+    "the update": ("_descend", "multi_tensor_apply"),
     "weights to bf16, other copies": ("copy",),
 }
 
@@ -156,6 +156,47 @@ def profile() -> str:
         f"matrix product reaches here {machine(record['environment'])}."
     )
     return "\n".join([*lines, "", note])
+
+
+PARTS = {
+    "convolution, forward and input gradient": ("_conv_kernel", "_small_forward"),
+    "convolution, weight gradient": ("_conv_weight", "_small_weight"),
+    "depthwise convolution": ("_depthwise",),
+    "matrix products": ("nvjet", "cutlass"),
+    "attention": ("flash",),
+    "norms, with the sum and ReLU after them": ("_norm", "_stats", "_layer_norm", "_group_norm"),
+    "GELU": ("Gelu",),
+    "the update": ("_descend", "multi_tensor_apply"),
+    "sums of gradients": ("reduce_kernel", "CUDAFunctor_add"),
+}
+
+
+def profile_networks() -> str:
+    """Networks side by side, their kernels by what they are for."""
+    record = result("profile_networks_h200")
+    titles = {"{name: resnet18, norm: group}": "resnet18, GroupNorm"}
+    names = list(record["networks"])
+    rest = "copies, classifier, loss, drawing of samples"
+    columns = []
+    for name in names:
+        times = dict.fromkeys([*PARTS, rest], 0.0)
+        for row in record["networks"][name]["rows"]:
+            kinds = (
+                kind for kind, parts in PARTS.items() if any(n in row["kernel"] for n in parts)
+            )
+            times[next(kinds, rest)] += row["microseconds"] / 1e3
+        times["between kernels"] = record["networks"][name]["step_ms"] - sum(times.values())
+        columns.append(times)
+    lines = [
+        "| ms of a step | " + " | ".join(titles.get(name, name) for name in names) + " |",
+        "|---|" + "---|" * len(names),
+    ]
+    for kind in columns[0]:
+        cells = [f"{times[kind]:.2f}" if times[kind] >= 0.005 else "" for times in columns]
+        lines.append(f"| {kind} | {' | '.join(cells)} |")
+    wholes = [f"**{record['networks'][name]['step_ms']:.2f}**" for name in names]
+    lines.append(f"| **a step** | {' | '.join(wholes)} |")
+    return "\n".join([*lines, "", machine(record["environment"])])
 
 
 def table1_time() -> str:
@@ -318,6 +359,7 @@ BLOCKS = {
     "bench-h200": lambda: engines("bench_h200"),
     "bench-cpu": lambda: engines("bench_cpu"),
     "profile": profile,
+    "profile-networks": profile_networks,
     "table1-time": table1_time,
     "bf16": bf16,
     "scale": scale,
