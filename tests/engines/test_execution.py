@@ -17,18 +17,18 @@ from perfed import Execution
 from perfed.core.channel import Channel
 from perfed.core.errors import ConfigError, RunError
 from perfed.engines import SequentialEngine
+from perfed.engines.execution import fitting_threads
 from perfed.engines.stacked import StackedEngine
 from perfed.runs.comparison import resume_comparison
-from perfed.runs.simulation import Simulation
+from perfed.runs.directory import RunDirectory
+from perfed.runs.simulation import Simulation, as_recorded
 from tests.conftest import SEQUENTIAL, STACKED, tiny
 
 
-def test_the_default_picks_by_device_and_size() -> None:
-    how = Execution(device="cpu")
-    assert isinstance(how.build_engine(1_000), StackedEngine)
-    assert isinstance(how.build_engine(10_000_000), SequentialEngine)
-    asked = Execution(device="cpu", engine="stacked")
-    assert isinstance(asked.build_engine(10_000_000), StackedEngine)
+def test_the_default_is_the_stacked_engine() -> None:
+    assert isinstance(Execution(device="cpu").build_engine(), StackedEngine)
+    asked = Execution(device="cpu", engine="sequential")
+    assert isinstance(asked.build_engine(), SequentialEngine)
     assert Execution().torch_device().type == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -54,7 +54,7 @@ import sys, torch, perfed
 from perfed import Execution
 {stub}
 for how in (Execution(device="cpu"), Execution(device="cpu", engine="stacked")):
-    print(how.build_engine(1_000).name)
+    print(how.build_engine().name)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["sequential", "sequential"]
@@ -79,7 +79,7 @@ def test_wrong_choices(wrong: dict[str, Any], message: str) -> None:
 
 def test_tf32_needs_a_gpu() -> None:
     with pytest.raises(ConfigError, match="GPU"):
-        Execution(device="cpu", precision="tf32").build_engine(1)
+        Execution(device="cpu", precision="tf32").build_engine()
 
 
 def test_a_resumed_comparison_goes_on_in_one_precision(tmp_path: Path) -> None:
@@ -119,6 +119,32 @@ def test_batchnorm_of_the_places_of_one_image_is_not() -> None:
 class OneValue(nn.Sequential):
     def __init__(self, shape: tuple[int, ...], classes: int) -> None:
         super().__init__(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, classes))
+
+
+def test_a_run_goes_on_on_the_engine_it_began_on(tmp_path: Path) -> None:
+    class Stop(perfed.Callback):
+        def on_round(self, report: perfed.runs.RoundReport) -> None:
+            raise KeyboardInterrupt
+
+    how = Execution(engine="sequential", device="cpu", checkpoint_seconds=0)
+    with pytest.raises(KeyboardInterrupt):
+        perfed.run(tiny(), tmp_path / "run", callbacks=[Stop()], how=how)
+    begun = RunDirectory(tmp_path / "run")
+    assert as_recorded(begun, Execution(device="cpu")).engine == "sequential"
+    assert as_recorded(begun, Execution(device="cpu", engine="stacked")).engine == "stacked"
+
+
+def test_large_layers_use_all_threads_where_clients_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    found = {}
+    for how in (SEQUENTIAL, STACKED):
+        for large in (False, True):
+            shape = {"models": [{"name": "mlp", "hidden": [4096 if large else 8]}]}
+            training = {"batch_size": 64, "steps": 1}
+            population = Simulation(tiny(training=training, **shape), how=how).population
+            found[how.engine, large] = fitting_threads(population)
+    assert found.pop(("sequential", True)) == 4
+    assert set(found.values()) == {1}
 
 
 def test_a_run_says_how_it_was_executed_and_goes_on_so(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from perfed.core.message import Message
 from perfed.core.tree import flatten
 from perfed.engines.stacked import StackedEngine
 from perfed.engines.stacked import engine as stacked_engine_module
+from perfed.engines.stacked.alone import LoneModule, channels_last
 from perfed.engines.stacked.engine import JobStreams
 from perfed.engines.stacked.plan import Plan
 from perfed.engines.stacked.recorded import TapedForward, TapedTraining, without_collection
@@ -164,6 +165,56 @@ def test_stacks_side_by_side_on_threads_are_the_same(name: str) -> None:
     threaded.engine.close()
 
 
+class PoolingAfterRelu(nn.Sequential):
+    def __init__(self, shape: tuple[int, ...], classes: int) -> None:
+        convolution = nn.Conv2d(shape[0], 3, 3, padding=1)
+        norm = nn.BatchNorm2d(3)
+        layers = [convolution, norm, nn.ReLU(), nn.MaxPool2d(3, 2, padding=1), nn.Flatten()]
+        super().__init__(*layers, nn.Linear(48, classes))
+
+
+class Viewing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.convolution(x).view(len(x), -1)  # only of what lies in order
+
+
+def test_channels_are_last_in_memory_where_a_module_can_take_it() -> None:
+    x, whole = torch.randn(4, 3, 8, 8), nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten())
+    for module, taken in ((Viewing(), False), (whole, True)):
+        alone = LoneModule(module, x)
+        assert alone._channels_last == taken
+        found = alone.evaluate("logits", dict(module.named_parameters()), x)
+        torch.testing.assert_close(found, module(x))
+
+
+def test_one_channel_is_first_and_last_and_the_strides_say_last() -> None:
+    x = torch.randn(2, 1, 5, 7)
+    assert channels_last(x).stride() == (35, 1, 7, 1)
+    assert torch.equal(channels_last(x), x)
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("name", list(perfed.algorithms))
+def test_large_networks_run_one_client_at_a_time_and_are_the_same(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone in a stack, on threads, and played back; a ReLU changes places with pooling."""
+    monkeypatch.setattr("perfed.engines.population.LARGE_STEP", 0)
+    models = [f"{__name__}:{own}" for own in ("Odd", "PoolingAfterRelu", "WithDropout")]
+    size = {"clients": 9, "clients_per_round": 6}
+    experiment = tiny(algorithm=spec(name), models=models, training={"steps": 6}, **size)
+    reference = play(Simulation(experiment, how=SEQUENTIAL))
+    threaded = Simulation(experiment, how=STACKED, engine=StackedEngine(threads=2))
+    assert_same(play(threaded), reference, 1e-8)
+    if name != "majority":
+        assert any(kept.ready for kept in threaded.engine.recordings.values())  # type: ignore[attr-defined]
+    threaded.engine.close()
+
+
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("name", list(perfed.algorithms))
 def test_a_recording_is_the_same_whatever_the_size_of_the_stack(name: str) -> None:
@@ -182,9 +233,9 @@ def limit_memory(monkeypatch: pytest.MonkeyPatch, clients: int) -> None:
             raise torch.OutOfMemoryError
 
     class Training(TapedTraining):
-        def run(self, moving: Any, *rest: Any) -> Any:
+        def begin(self, moving: Any, *rest: Any) -> Any:
             check(moving)
-            return super().run(moving, *rest)
+            return super().begin(moving, *rest)
 
     class Forward(TapedForward):
         def __init__(self, module: Any, what: Any, lanes: Any, at_once: Any, *rest: Any) -> None:

@@ -159,7 +159,7 @@ def test_epochs_show_a_client_all_its_samples() -> None:
     assert client.steps == math.ceil(2 * size / 4)
     requests: list[Any] = []
     client.ask = lambda request: (
-        requests.append(request) or SEQUENTIAL.build_engine(0).answer(request)
+        requests.append(request) or SEQUENTIAL.build_engine().answer(request)
     )  # type: ignore
     client.sgd(client.weights, supervised)
     (request,) = requests

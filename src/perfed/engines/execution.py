@@ -15,12 +15,9 @@ from perfed.engines.base import Engine
 from perfed.engines.population import Population
 from perfed.engines.precision import PRECISIONS, check_bf16
 from perfed.engines.sequential import SequentialEngine
-from perfed.models import parameter_count
 
 if TYPE_CHECKING:
     from perfed.engines.stacked import StackedEngine
-
-SMALL_MODEL = 1_000_000  # parameters
 
 
 @dataclass(frozen=True)
@@ -71,8 +68,10 @@ class Execution(Options):
     def store_bytes(self) -> int | None:
         return None if self.store_limit is None else int(self.store_limit * 2**20)
 
-    def build_engine(self, largest_model: int) -> Engine:
-        """The engine asked for; of itself, the one that was faster in ``benchmarks/``."""
+    def build_engine(self) -> Engine:
+        """The engine asked for. By itself it is ``stacked``, the faster one for every network of
+        ``benchmarks/networks.py``: what is timed here and now would be chosen by chance, and two
+        engines differ in last bits."""
         precision = PRECISIONS["float32" if self.precision == "auto" else self.precision]
         if self.engine == "ray":
             from perfed.engines.ray import RayEngine
@@ -83,15 +82,11 @@ class Execution(Options):
             raise ConfigError("tf32 is a GPU's; a CPU has float32 and bf16", "--precision")
         if precision.name == "bf16" and device.type == "cpu":
             check_bf16()
-        if name == "auto":
-            # On a CPU, large layers fill the cores by themselves.
-            fits = device.type == "cuda" or largest_model < SMALL_MODEL
-            name = "stacked" if fits else "sequential"
-        stacked = stacked_engine() if name == "stacked" else None
+        stacked = None if name == "sequential" else stacked_engine()
         if stacked is None:
             return SequentialEngine(precision)
-        threads = torch.get_num_threads() if largest_model < SMALL_MODEL else 1
-        return stacked(precision, record=device.type == "cuda", threads=threads)
+        cuda = device.type == "cuda"
+        return stacked(precision, record=cuda, threads=1 if cuda else torch.get_num_threads())
 
     def several_runs(self) -> AbstractContextManager[Any]:
         """Around runs one after another: the workers of the first serve the others too."""
@@ -116,9 +111,8 @@ def stacked_engine() -> type[StackedEngine] | None:
 
 
 def fitting_threads(population: Population) -> int:
-    """Threads for one operation: small tensors are faster on one."""
-    return torch.get_num_threads() if largest_model(population) >= SMALL_MODEL else 1
-
-
-def largest_model(population: Population) -> int:
-    return max(parameter_count(population.modules[label]) for label in population.by_label)
+    """Threads for one operation: small tensors are faster on one. Other engines than sequential
+    give their threads to clients."""
+    sequential = population.engine.name == "sequential"
+    large = sequential and population.is_large(population.by_label)
+    return torch.get_num_threads() if large else 1

@@ -26,6 +26,7 @@ from perfed.data import Federation
 from perfed.engines.base import Call, ClientRecord, Engine, EngineClient, Job, Method
 from perfed.engines.store import ClientStore
 from perfed.engines.window import Window
+from perfed.engines.work import forward_flops
 from perfed.models import (
     Architecture,
     Models,
@@ -36,6 +37,10 @@ from perfed.models import (
     initial_weights,
     inputs_for,
 )
+
+LARGE_STEP = 100e6
+"""Floating-point operations of one client's training step from which its layers keep a core busy:
+they then run one client at a time, and gain from further threads."""
 
 
 class Population:
@@ -91,6 +96,7 @@ class Population:
         self._check_augmentation()
         self._heads: dict[str, tuple[str, int]] = {}
         self._draws_numbers: dict[str, bool] = {}
+        self._forward_flops: dict[str, int] = {}
         if algorithm.needs_features:
             self._find_heads()
         self._initial: dict[tuple[str, int], Weights] = {}
@@ -151,6 +157,20 @@ class Population:
         if label not in self._draws_numbers:
             self._draws_numbers[label] = draws_numbers(self.modules[label], self.x[:4])
         return self._draws_numbers[label]
+
+    def is_large(self, labels: Iterable[str]) -> bool:
+        """Whether a client's training step with these networks keeps a core busy."""
+        return any(self._step_flops(label) >= LARGE_STEP for label in labels)
+
+    def _step_flops(self, label: str) -> int:
+        """Of one client: backward is about twice forward."""
+        if label not in self._forward_flops:
+            one = self.inputs.zeros(1, self.device)
+            self._forward_flops[label] = forward_flops(self.modules[label], one)
+        samples = self.training.batch_size
+        if self.algorithm.trains_on_public_set:
+            samples += self.training.public_batch_size
+        return 3 * samples * self._forward_flops[label]
 
     # Samples go to the device when they are first used: where clients live elsewhere, never.
 

@@ -22,8 +22,8 @@ from perfed.runs.settings import changes, text_of
 from perfed.runs.simulation import (
     AUTOMATIC,
     Simulation,
+    as_recorded,
     checked,
-    in_recorded_precision,
     resume_run,
 )
 from perfed.runs.stopping import Stop, Stopped
@@ -154,7 +154,7 @@ def resume_comparison(
     path = Path(directory)
     comparison = ComparisonResult(path).comparison  # what is finished is as it was
     for experiment in comparison.experiments():  # what was begun goes on in one precision
-        how = in_recorded_precision(RunDirectory(path / run_name(experiment)), how)
+        how = as_recorded(RunDirectory(path / run_name(experiment)), how)
     at_once = len(comparison.seeds) if side_by_side else 1
     experiments = comparison.experiments()
     with how.several_runs():

@@ -26,7 +26,7 @@ from perfed.core.threads import WRITERS, cpu_threads, in_threads
 from perfed.core.tree import flatten
 from perfed.data import build_federation
 from perfed.engines import ClientRecord, ClientStore, Engine, Execution, Outcome, Population
-from perfed.engines.execution import fitting_threads, largest_model
+from perfed.engines.execution import fitting_threads
 from perfed.models import parameter_count
 from perfed.runs.coordinator import (
     Callback,
@@ -76,7 +76,7 @@ def resume_run(
     begun = Result(directory)
     if opened.finished:
         return begun
-    how = in_recorded_precision(opened, how)
+    how = as_recorded(opened, how)
     return Simulation(begun.experiment, callbacks, how).finish_in(opened)
 
 
@@ -101,11 +101,16 @@ def checked(value: Any, kind: type[What], function: str) -> What:
     raise ConfigError(f"takes {kind.__name__}, not {type(value).__name__}: {hint}", function)
 
 
-def in_recorded_precision(directory: RunDirectory, how: Execution) -> Execution:
-    """A run goes on in the numbers it began with."""
+def as_recorded(directory: RunDirectory, how: Execution) -> Execution:
+    """A run goes on in the numbers it began with, and by itself on the same engine: another one
+    would change last bits."""
     if not (directory.path / "environment.json").is_file():  # killed before its first round
         return how
-    began: Any = directory.read_json("environment.json").get("precision", "float32")
+    recorded = directory.read_json("environment.json")
+    here = recorded.get("device", "").startswith(how.torch_device().type)
+    if how.engine == "auto" and here and recorded.get("engine") in ("sequential", "stacked"):
+        how = dataclasses.replace(how, engine=recorded["engine"])
+    began: Any = recorded.get("precision", "float32")
     if how.precision not in ("auto", began):
         raise RunError(f"{directory.path} was begun in {began}: it cannot go on in {how.precision}")
     return dataclasses.replace(how, precision=began)
@@ -149,7 +154,7 @@ class Simulation(Coordinator):
             ClientStore(self.device, how.store_bytes()),
             self._link,
         )
-        self.engine = engine or how.build_engine(largest_model(self.population))
+        self.engine = engine or how.build_engine()
         self.population.engine = self.engine
         everyone = self.algorithm.trains_everyone()
         self.engine.expect(

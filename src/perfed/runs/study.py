@@ -26,7 +26,7 @@ from perfed.runs.comparison import run_together
 from perfed.runs.coordinator import Callback
 from perfed.runs.directory import RunDirectory
 from perfed.runs.result import Result
-from perfed.runs.simulation import AUTOMATIC, in_recorded_precision
+from perfed.runs.simulation import AUTOMATIC, as_recorded
 
 Record = dict[str, Any]
 Gains = list[tuple[float, int, int]]
@@ -106,7 +106,7 @@ class Study:
         how = dataclasses.replace(how, save_models=False)
         for folder in folders:
             folder.mkdir(parents=True, exist_ok=True)
-            how = in_recorded_precision(RunDirectory(folder), how)
+            how = as_recorded(RunDirectory(folder), how)
         unfinished = {
             folder: self.experiments[name]
             for folder, name in folders.items()

@@ -27,11 +27,13 @@ from perfed.core.errors import ConfigError, RunError
 from perfed.core.notices import say_once
 from perfed.core.predictor import What
 from perfed.core.streams import seed_generators
+from perfed.core.threads import cpu_threads
 from perfed.engines.base import Forward, Job, Request, Sgd, Trained
 from perfed.engines.local import LocalEngine
 from perfed.engines.population import Population
 from perfed.engines.precision import FLOAT32, Precision
 from perfed.engines.sequential import SequentialEngine
+from perfed.engines.stacked.alone import LoneModule
 from perfed.engines.stacked.recorded import (
     RecordedForward,
     RecordedTraining,
@@ -46,6 +48,7 @@ from perfed.engines.stacked.stack import (
     draw,
     stack_inputs,
     stack_moving,
+    stack_of_one,
     stack_tensors,
 )
 from perfed.engines.stacked.together import perform_together
@@ -55,6 +58,8 @@ MOST_LANES = 32
 """Clients in one stack."""
 SAMPLES_AT_ONCE = 4096
 """Samples that one forward pass of a stack sees, over all its clients."""
+SAMPLES_ALONE = 128
+"""The same of one client whose layers are large: what they give should stay in a core's cache."""
 SAMPLES_OF_EACH = 512
 """The same in a recording, of each client."""
 MOST_RECORDINGS = 256
@@ -132,14 +137,21 @@ class StackedEngine(LocalEngine):
         population = request.client.population
         labels = request.labels().values() if isinstance(request, Sgd) else [request.label]
         if any(self.module_of(population, label).obstacle for label in labels):
-            return self._sequential.answer(request)
+            return self._answer_alone(request)
         if isinstance(request, Sgd) and objective_key(request.objective) is None:
             say_once(
                 "an objective that closes over more than numbers, names and options trains one "
                 "client at a time: hand tensors to client.sgd as inputs instead"
             )
-            return self._sequential.answer(request)
+            return self._answer_alone(request)
         return ask(request)
+
+    def _answer_alone(self, request: Request) -> Any:
+        """As the sequential engine would, with its threads."""
+        population = request.client.population
+        large = self._threads > 1 and population.is_large(population.by_label)
+        with cpu_threads(self._threads if large else torch.get_num_threads()):
+            return self._sequential.answer(request)
 
     def module_of(self, population: Population, architecture: str) -> StackedModule:
         if architecture not in self._modules:
@@ -170,36 +182,47 @@ class StackedEngine(LocalEngine):
         return [answers[id(request)] for request in requests]
 
     def _computed(self, stacks: Sequence[Stack]) -> Iterator[dict[int, Any]]:
-        """What each stack answers. Those whose recordings need no Python run side by side."""
-        ready = [stack for stack in stacks if self._threads > 1 and self._is_ready(stack)]
-        for stack in stacks:
-            if stack not in ready:
+        """What each stack answers. What needs no Python runs side by side."""
+        if self._threads == 1 or self._record:
+            for stack in stacks:
                 with self.precision.active(stack.device):
-                    yield stack.compute()
-        if len(ready) > 1:
-            self._pool = self._pool or ThreadPoolExecutor(self._threads)
-            yield from self._pool.map(lambda stack: stack.compute(), ready)
-        else:
-            yield from (stack.compute() for stack in ready)
+                    yield stack.begin()()
+            return
+        rest = [self._begun(stack) for stack in stacks]
+        each = max(1, self._threads // max(1, len(rest)))
 
-    def _is_ready(self, stack: Stack) -> bool:
-        return stack.recording in self.recordings and self.recordings[stack.recording].ready
+        def finish(one: Callable[[], dict[int, Any]]) -> dict[int, Any]:
+            torch.set_num_threads(each)  # of operations in this thread
+            return one()
+
+        self._pool = self._pool or ThreadPoolExecutor(self._threads)
+        with cpu_threads(each):
+            yield from self._pool.map(finish, rest)
+
+    def _begun(self, stack: Stack) -> Callable[[], dict[int, Any]]:
+        """The rest of a stack's computation, after what needs Python."""
+        recording = self.recordings.get(stack.recording)
+        if recording is not None and recording.ready:
+            return lambda: stack.begin()()
+        with self.precision.active(stack.device):
+            return stack.begin()
 
     def _train(self, kind: Hashable, group: list[Sgd]) -> Iterator[Stack]:
-        population = group[0].client.population
+        population, labels = group[0].client.population, group[0].labels()
         samples, starts = self._all_samples(population)
+        alone = group[0].sample_clip is None and self._is_large(population, labels.values())
         if kind not in self._steps:
-            labels = group[0].labels().items()
-            modules = {name: self.module_of(population, label) for name, label in labels}
-            self._steps[kind] = StackedStep(modules, group[0])
+            stacked = {name: self.module_of(population, label) for name, label in labels.items()}
+            lone = {name: module.alone for name, module in stacked.items()} if alone else {}
+            self._steps[kind] = StackedStep(lone or stacked, group[0], alone)
         group = sorted(group, key=lambda request: request.steps)  # few wait for others to finish
-        label = next(iter(group[0].labels().values()))
-        lanes = self._lanes_for(label, len(group))
+        label = next(iter(labels.values()))
+        lanes = 1 if alone else self._lanes_for(label, len(group))
         for start in range(0, len(group), lanes):
             stack = group[start : start + lanes]
-            train = functools.partial(self._trained, kind, samples, starts)
-            compute = functools.partial(self._in_turns, train, label, lanes, stack)
-            yield Stack(self._name(kind, lanes, stack), samples.x.device, compute)
+            train = functools.partial(self._begin_training, kind, samples, starts)
+            begin = functools.partial(self._in_turns, train, label, lanes, stack)
+            yield Stack(self._name(kind, lanes, stack), samples.x.device, begin)
 
     def _name(self, kind: Hashable, lanes: int, stack: Sequence[Any]) -> Hashable:
         """Of a stack's recording."""
@@ -207,16 +230,33 @@ class StackedEngine(LocalEngine):
 
     def _in_turns(
         self,
-        compute: Callable[[int, list[Member]], dict[int, Any]],
+        begin: Callable[[int, list[Member]], Callable[[], dict[int, Any]]],
+        label: str,
+        lanes: int,
+        stack: list[Member],
+    ) -> Callable[[], dict[int, Any]]:
+        """What ``begin`` makes of a stack; in halves, one after the other, where memory does not
+        hold it, and so from then on."""
+        rest: list[Callable[[], dict[int, Any]]] = []
+        with suppress(torch.OutOfMemoryError):
+            rest.append(begin(lanes, stack))
+
+        def finish() -> dict[int, Any]:
+            if rest:
+                with suppress(torch.OutOfMemoryError):
+                    return rest.pop()()
+            # Not in an except clause: an exception would keep what is to be given back.
+            return self._in_halves(begin, label, lanes, stack)
+
+        return finish
+
+    def _in_halves(
+        self,
+        begin: Callable[[int, list[Member]], Callable[[], dict[int, Any]]],
         label: str,
         lanes: int,
         stack: list[Member],
     ) -> dict[int, Any]:
-        """What ``compute`` makes of a stack; in halves, one after the other, where memory does not
-        hold it, and so from then on."""
-        with suppress(torch.OutOfMemoryError):
-            return compute(lanes, stack)
-        # Not in an except clause: an exception would keep what is to be given back.
         held = lanes if self._record else len(stack)
         if held == 1:
             raise RunError(
@@ -232,65 +272,100 @@ class StackedEngine(LocalEngine):
         answers: dict[int, Any] = {}
         while stack:
             room = self._room[label]  # which the first half may have found too large, too
-            answers |= self._in_turns(compute, label, room, stack[:room])
+            answers |= self._in_turns(begin, label, room, stack[:room])()
             stack = stack[room:]
         return answers
 
-    def _trained(
+    def _begin_training(
         self,
         kind: Hashable,
         samples: Samples,
         starts: dict[int, tuple[int, int]],
         lanes: int,
         stack: list[Sgd],
-    ) -> dict[int, Trained]:
+    ) -> Callable[[], dict[int, Trained]]:
         name, step = self._name(kind, lanes, stack), self._steps[kind]
         draws = draw(stack, starts)
         moving, inputs = stack_moving(stack), stack_inputs(stack)
         if name not in self.recordings:
             recorded = RecordedTraining if self._record else TapedTraining
             self.recordings[name] = recorded(step, lanes, moving, inputs, samples, draws)
-        trained = self.recordings[name].run(moving, inputs, draws, stack[0].rate)
-        return {id(request): trained[lane] for lane, request in enumerate(stack)}
+        finish = self.recordings[name].begin(moving, inputs, draws, stack[0].rate)
+
+        def answers() -> dict[int, Trained]:
+            trained = finish()
+            return {id(request): trained[lane] for lane, request in enumerate(stack)}
+
+        return answers
 
     def _forward(self, kind: Hashable, group: list[Forward]) -> Iterator[Stack]:
-        population, what = group[0].client.population, group[0].what
-        module = self.module_of(population, group[0].label)
+        population, what, label = group[0].client.population, group[0].what, group[0].label
+        module: StackedModule | LoneModule = self.module_of(population, label)
         samples, starts = self._all_samples(population)
         table = samples.public_x if group[0].public else samples.x
-        models = sorted(distinct_models(group, starts), key=lambda model: len(model.where))
-        lanes = self._lanes_for(group[0].label, len(models))
+        alone = self._is_large(population, [label])
+        if alone and isinstance(module, StackedModule):
+            module = module.alone
+        parts = self._threads if alone and not group[0].public else 1
+        models = sorted(distinct_models(group, starts, parts), key=lambda model: len(model.where))
+        lanes = 1 if alone else self._lanes_for(label, len(models))
         for start in range(0, len(models), lanes):
             stack = models[start : start + lanes]
-            forward = functools.partial(self._run_forward, kind, module, what, table)
-            compute = functools.partial(self._in_turns, forward, group[0].label, lanes, stack)
-            yield Stack(self._forward_name(kind, lanes, stack), table.device, compute)
+            forward = functools.partial(self._begin_forward, kind, module, what, table)
+            begin = functools.partial(self._in_turns, forward, label, lanes, stack)
+            yield Stack(self._forward_name(kind, module, lanes, stack), table.device, begin)
 
-    def _forward_name(self, kind: Hashable, lanes: int, stack: Sequence[Model]) -> Hashable:
-        longest = max(len(model.where) for model in stack)
-        return (kind, lanes if self._record else (len(stack), longest))
-
-    def _run_forward(
+    def _forward_name(
         self,
         kind: Hashable,
-        module: StackedModule,
+        module: StackedModule | LoneModule,
+        lanes: int,
+        stack: Sequence[Model],
+    ) -> Hashable:
+        longest = max(len(model.where) for model in stack)
+        if isinstance(module, LoneModule):
+            return (kind, self._samples_at_once(module, stack))
+        return (kind, lanes if self._record else (len(stack), longest))
+
+    def _samples_at_once(self, module: StackedModule | LoneModule, stack: Sequence[Model]) -> int:
+        if isinstance(module, LoneModule):  # of few sizes, for each has a tape of its own
+            return min(SAMPLES_ALONE, 1 << (len(stack[0].where) - 1).bit_length())
+        return SAMPLES_OF_EACH if self._record else max(1, SAMPLES_AT_ONCE // len(stack))
+
+    def _begin_forward(
+        self,
+        kind: Hashable,
+        module: StackedModule | LoneModule,
         what: What,
         table: Tensor,
         lanes: int,
         stack: list[Model],
-    ) -> dict[int, Tensor]:
-        name = self._forward_name(kind, lanes, stack)
+    ) -> Callable[[], dict[int, Tensor]]:
+        name = self._forward_name(kind, module, lanes, stack)
         where = pad_sequence([model.where for model in stack], batch_first=True)
-        tensors = stack_tensors([model.tensors for model in stack])
+        if isinstance(module, LoneModule):
+            tensors = stack_of_one(stack[0].tensors)
+        else:
+            tensors = stack_tensors([model.tensors for model in stack])
         if name not in self.recordings:
             recorded = RecordedForward if self._record else TapedForward
-            at_once = SAMPLES_OF_EACH if self._record else max(1, SAMPLES_AT_ONCE // len(stack))
+            at_once = self._samples_at_once(module, stack)
             self.recordings[name] = recorded(module, what, lanes, at_once, tensors, table)
-        outputs = self.recordings[name].run(tensors, where)
-        answers: dict[int, Tensor] = {}
-        for model, rows in zip(stack, outputs, strict=True):
-            answers |= model.shares(rows)
+        finish = self.recordings[name].begin(tensors, where)
+
+        def answers() -> dict[int, Tensor]:
+            shares: dict[int, Tensor] = {}
+            for model, rows in zip(stack, finish(), strict=True):
+                shares |= model.shares(rows)
+            return shares
+
         return answers
+
+    def _is_large(self, population: Population, labels: Iterable[str]) -> bool:
+        """Whether one client keeps a core busy: on a CPU nothing is gained by stacking it."""
+        if self._record or population.device.type != "cpu":
+            return False
+        return population.is_large(labels)
 
     def _lanes_for(self, label: str, count: int) -> int:
         """How many clients one stack holds. A recording has room for the expected number, divided
@@ -327,8 +402,8 @@ class Stack:
     recording: Hashable
     """The name of the recording they have or will have."""
     device: torch.device
-    compute: Callable[[], dict[int, Any]]
-    """The answers, by the requests' ids."""
+    begin: Callable[[], Callable[[], dict[int, Any]]]
+    """Does what needs Python, and returns what makes the answers, by the requests' ids."""
 
 
 def join_samples(populations: Sequence[Population]) -> Samples:
@@ -359,13 +434,15 @@ class Model:
 
 
 def distinct_models(
-    group: Sequence[Forward], starts: Mapping[int, tuple[int, int]]
+    group: Sequence[Forward], starts: Mapping[int, tuple[int, int]], parts: int = 1
 ) -> Iterator[Model]:
+    """Those that share a model share a pass over their samples, or ``parts`` of them."""
     shared: dict[Hashable, list[Forward]] = {}
     for request in group:
         memory = tuple(t.data_ptr() for t in request.tensors().values())
         shared.setdefault((id(request.client.population), memory), []).append(request)
-    for requests in shared.values():
+    divided = (together[part::parts] for together in shared.values() for part in range(parts))
+    for requests in filter(None, divided):
         population = requests[0].client.population
         private, public = starts[id(population)]
         if requests[0].where is None:

@@ -11,14 +11,17 @@ import functools
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from perfed.core.predictor import What
 from perfed.engines.base import Trained
 from perfed.engines.stacked import hopper
+from perfed.engines.stacked.alone import LoneModule
 from perfed.engines.stacked.stack import (
     Drawn,
     Draws,
@@ -119,6 +122,12 @@ class RecordedTraining:
         changes = [self._number, *tree_flatten((self._state[0], self._rounded))[0]]
         self._recording = Recording(one_step, changes, device)
 
+    def begin(
+        self, moving: Moving, inputs: list[Tensor], draws: Draws, rate: float
+    ) -> Callable[[], dict[int, Trained]]:
+        """What makes the rest of the way: here all of it."""
+        return functools.partial(self.run, moving, inputs, draws, rate)
+
     def run(
         self, moving: Moving, inputs: list[Tensor], draws: Draws, rate: float
     ) -> dict[int, Trained]:
@@ -152,7 +161,7 @@ class RecordedForward:
 
     def __init__(
         self,
-        module: StackedModule,
+        module: StackedModule | LoneModule,
         what: What,
         lanes: int,
         at_once: int,
@@ -169,6 +178,9 @@ class RecordedForward:
             return rows
 
         self._recording = Recording(forward, [], samples.device)
+
+    def begin(self, tensors: Mapping[str, Tensor], where: Tensor) -> Callable[[], Tensor]:
+        return functools.partial(self.run, tensors, where)
 
     def run(self, tensors: Mapping[str, Tensor], where: Tensor) -> Tensor:
         for name, value in tensors.items():
@@ -203,18 +215,32 @@ class TapedTraining:
     def ready(self) -> bool:
         return self._taped.ready
 
-    def run(
+    def begin(
         self, moving: Moving, inputs: list[Tensor], draws: Draws, rate: float
-    ) -> dict[int, Trained]:
-        """What each client of the stack then has; moves ``moving`` itself."""
+    ) -> Callable[[], dict[int, Trained]]:
+        """Make steps until there is a tape. What comes back makes the others, in any thread, and
+        gives what each client of the stack then has. Moves ``moving`` itself."""
+        trained: dict[int, Trained] = {}
+        steps = self._steps(moving, inputs, draws, rate)
+        _go_on_until(lambda: self.ready, steps, trained.update)
+
+        def finish() -> dict[int, Trained]:
+            for finished in steps:
+                trained.update(finished)
+            return trained
+
+        return finish
+
+    def _steps(
+        self, moving: Moving, inputs: list[Tensor], draws: Draws, rate: float
+    ) -> Iterator[dict[int, Trained]]:
+        """For each step, who has finished with it."""
         tensors, _ = tree_flatten((moving, inputs))
         tensors += draws.public_start, torch.tensor(rate)
         drawn, _ = tree_flatten(draws.drawn)
-        trained: dict[int, Trained] = {}
         for number, finished in enumerate(steps_until_all_finish(draws.counts)):
             self._taped(*(positions[:, number].clone() for positions in drawn), *tensors)
-            trained |= {lane: unstack(moving, lane) for lane in finished}
-        return trained
+            yield {lane: unstack(moving, lane) for lane in finished}
 
     def _one_step(self, *tensors: Tensor) -> None:
         *first, public_start, rate = tensors
@@ -223,11 +249,11 @@ class TapedTraining:
 
 
 class TapedForward:
-    """On a CPU, the outputs of stacks of one size, at one number of samples."""
+    """On a CPU, the outputs of stacks of one size, so many samples at once."""
 
     def __init__(
         self,
-        module: StackedModule,
+        module: StackedModule | LoneModule,
         what: What,
         lanes: int,
         at_once: int,
@@ -235,6 +261,7 @@ class TapedForward:
         samples: Tensor,
     ) -> None:
         self._evaluate = functools.partial(module.evaluate, what)
+        self._alone = isinstance(module, LoneModule)
         self._at_once = at_once
         self._names = list(tensors)
         self._samples = samples
@@ -244,20 +271,46 @@ class TapedForward:
     def ready(self) -> bool:
         return bool(self._taped) and all(taped.ready for taped in self._taped.values())
 
-    def run(self, tensors: Mapping[str, Tensor], where: Tensor) -> Tensor:
-        parts = []
+    def begin(self, tensors: Mapping[str, Tensor], where: Tensor) -> Callable[[], Tensor]:
+        """As for training, chunk by chunk."""
+        parts: list[Tensor] = []
+        chunks = self._chunks(tensors, where)
+        _go_on_until(lambda: self.ready, chunks, parts.append)
+
+        def finish() -> Tensor:
+            parts.extend(chunks)
+            return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+
+        return finish
+
+    def _chunks(self, tensors: Mapping[str, Tensor], where: Tensor) -> Iterator[Tensor]:
         for part in torch.split(where, self._at_once, dim=1):
+            count = part.shape[1]
+            if self._alone:  # the last chunk like the others, that it needs no tape of its own
+                part = pad(part, (0, self._at_once - count))
             taped = self._taped.setdefault(part.shape[1], Taped(self._forward))
             rows = taped(part.clone(), *tensors.values())
             assert rows is not None
-            parts.append(rows)
-        return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+            yield rows[:, :count]
 
     @torch.no_grad()
     def _forward(self, where: Tensor, *tensors: Tensor) -> Tensor:
+        if self._alone:
+            own = {n: t.squeeze(0) for n, t in zip(self._names, tensors, strict=True)}
+            return self._evaluate(own, self._samples[where.squeeze(0)]).unsqueeze(0)
         named = dict(zip(self._names, tensors, strict=True))
         rows: Tensor = torch.func.vmap(self._evaluate)(named, self._samples[where])
         return rows
+
+
+def _go_on_until(
+    enough: Callable[[], bool], parts: Iterator[Any], take: Callable[[Any], None]
+) -> None:
+    while not enough():
+        try:
+            take(next(parts))
+        except StopIteration:
+            return
 
 
 def filled(tensor: Tensor, lanes: int) -> Tensor:

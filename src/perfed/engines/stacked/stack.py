@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from perfed.core.algorithm import Network, Private, Public, free_parameters, trainable
 from perfed.core.augmentation import CODES, augmented
@@ -30,6 +30,7 @@ from perfed.core.streams import uniform_indices_each
 from perfed.core.tree import Weights
 from perfed.engines.base import Sgd, Trained, private_draws, step_keys
 from perfed.engines.stacked import hopper
+from perfed.engines.stacked.alone import LoneModule
 from perfed.engines.stacked.attention import mapped_attention
 from perfed.engines.stacked.mappable import make_mappable
 from perfed.engines.stacked.plan import Plan, mapped, mapped_both, plan_of, with_rules
@@ -53,11 +54,17 @@ class StackedModule:
 
     def __init__(self, module: nn.Module, few: Tensor, head: str = "") -> None:
         self.head = head
+        self._module, self._few = module, few
         self._prepare(module, plan_of)
         self.obstacle = self._obstacle(module, few)
         if self.obstacle is not None and self.plans != {True: None, False: None}:
             self._prepare(module, lambda copied: None)  # what a plan misses, vmap may not
             self.obstacle = self._obstacle(module, few)
+
+    @functools.cached_property
+    def alone(self) -> LoneModule:
+        """The same for a stack of one client."""
+        return LoneModule(self._module, self._few, self.head)
 
     def _prepare(self, module: nn.Module, plan_of: Callable[[nn.Module], Plan | None]) -> None:
         self.training = copy.deepcopy(module).train()
@@ -188,7 +195,7 @@ class StackedNetwork(Network):
 
     def __init__(
         self,
-        module: StackedModule,
+        module: StackedModule | LoneModule,
         weights: Weights,
         public_batchnorm: str,
         rounded: dict[str, Tensor],
@@ -293,8 +300,12 @@ _TENSOR = object()  # where one of the inputs is a tensor, and not the same for 
 class StackedStep:
     """One training step of a stack of clients, as a function of stacked tensors."""
 
-    def __init__(self, modules: Mapping[str, StackedModule], first: Sgd) -> None:
+    def __init__(
+        self, modules: Mapping[str, StackedModule | LoneModule], first: Sgd, alone: bool = False
+    ) -> None:
+        """``alone``: a stack has one client, and nothing is mapped."""
         self._modules = dict(modules)
+        self._alone = alone
         self._single = first.single
         self._objective = first.objective
         self._batches = first.batches
@@ -467,6 +478,10 @@ class StackedStep:
         return losses
 
     def _mapped(self, function: Callable[..., Any], seen: Seen, *stacked: Any) -> Any:
+        if self._alone:
+            with addressed(None if seen.keys is None else seen.keys[0]):
+                made = function(*tree_map(lambda t: t.squeeze(0), stacked))
+            return tree_map(lambda t: t.unsqueeze(0), made)
         randomness = "error" if seen.keys is None else "different"
         with addressed(seen.keys):
             return vmap(function, randomness=randomness)(*stacked)
@@ -476,7 +491,7 @@ class StackedStep:
         precision, and need not be widened before they meet the weights."""
         return {name: self._rounded(self._modules[name], own) for name, own in models.items()}
 
-    def _rounded(self, module: StackedModule, weights: Weights) -> dict[str, Tensor]:
+    def _rounded(self, module: StackedModule | LoneModule, weights: Weights) -> dict[str, Tensor]:
         plan, params = module.plans[True], weights.params
         kind = next((t.device.type for t in params.values()), "cpu")
         if plan is None or self._sample_clip is not None or not torch.is_autocast_enabled(kind):
@@ -556,6 +571,19 @@ def stack_inputs(stack: Sequence[Sgd]) -> list[Tensor]:
 
 def stack_tensors(models: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.stack([model[name].detach() for model in models]) for name in models[0]}
+
+
+def stack_of_one(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """To look at, not to change: it is the model itself. But for what shares its memory with other
+    tensors, where a tape would look in the wrong place."""
+    stack: dict[str, Tensor] = {}
+    memory: set[int] = set()
+    for name, tensor in tensors.items():
+        whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+        own = whole and tensor.data_ptr() not in memory
+        memory.add(tensor.data_ptr())
+        stack[name] = (tensor.detach() if own else tensor.detach().clone()).unsqueeze(0)
+    return stack
 
 
 def stack_weights(models: Sequence[Weights]) -> Weights:

@@ -127,6 +127,8 @@ class Tape(DispatchMode):
         results = returned if isinstance(returned, tuple | list) else [returned]
         made = [self._name(result) for result in results]
         changed = [arguments[number] for number in _signature(operation).changed]
+        if operation is _aten.native_batch_norm.default and arguments[5]:
+            changed += arguments[3:5]  # running statistics, of which its schema is silent
         writes = {self.places[id(tensor)].name for tensor in _tensors(changed)}
         self.faithful &= not writes & self.constants.keys()
         writes |= {name for name in made if name is not None}
