@@ -1,0 +1,45 @@
+"""What the adapters of peers that run torch have in common."""
+
+from __future__ import annotations
+
+import networks
+import torch
+from torch.optim import optimizer
+from work import Arrays, Work
+
+
+def seeded_network(work: Work, number: int = 0) -> torch.nn.Module:
+    """The network with the weights from which everybody starts."""
+    shape = work.train[0][0].shape[1:]
+    network = getattr(networks, work.network)(shape, work.classes)
+    state = {name: torch.from_numpy(array) for name, array in work.initial(number).items()}
+    network.load_state_dict(state)
+    return network.to(work.device)
+
+
+def arrays(network: torch.nn.Module) -> Arrays:
+    return {name: tensor.detach().cpu().numpy() for name, tensor in network.state_dict().items()}
+
+
+def synchronize(work: Work) -> None:
+    if work.device != "cpu":
+        torch.cuda.synchronize()
+
+
+class StepCount:
+    """How many steps optimizers have taken, as long as it is open."""
+
+    def __enter__(self) -> StepCount:
+        self.steps = 0
+        self._hook = optimizer.register_optimizer_step_post_hook(self._count)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._hook.remove()
+
+    def _count(self, *ignored: object) -> None:
+        self.steps += 1
+
+
+def device_memory(work: Work) -> int | None:
+    return None if work.device == "cpu" else torch.cuda.max_memory_allocated()

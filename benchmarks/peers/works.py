@@ -1,0 +1,132 @@
+"""The works of the comparison, as perfed's experiments, and the folder that every worker reads.
+
+Arrays are made up: each class has a picture, a sample is its class's picture under noise. A client
+has as many training samples as one epoch needs, so that peers that count epochs and peers that
+count steps do the same. They are those that perfed's split gives it; the networks start from the
+weights that perfed draws.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from perfed.config import Experiment
+from perfed.core.schema import from_mapping
+from perfed.engines import Execution
+from perfed.runs.simulation import Simulation
+
+NETWORKS = Path(__file__).with_name("networks.py")
+CLASSES = 10
+NOISE = 2.0
+
+
+@dataclass(frozen=True)
+class Workload:
+    about: str
+    algorithm: dict[str, Any]
+    network: str
+    shape: tuple[int, ...]
+    clients: int = 10
+    clients_per_round: int = 10
+    steps: int = 50
+    batch_size: int = 32
+    learning_rate: float = 0.01
+
+    def experiment(self, data: Path) -> dict[str, Any]:
+        return {
+            "name": "peers",
+            "rounds": 1000,
+            "clients": self.clients,
+            "clients_per_round": self.clients_per_round,
+            "selection": "uniform",
+            "data": {"name": "npz", "path": str(data)},
+            "partition": "iid",
+            "split": {"train": [0.8], "validation": 0.1, "test": 0.1},
+            "models": [f"{NETWORKS}:{self.network}"],
+            "training": {
+                "learning_rate": self.learning_rate,
+                "steps": self.steps,
+                "batch_size": self.batch_size,
+            },
+            "algorithm": self.algorithm,
+        }
+
+
+FEDAVG = {"name": "fedavg"}
+CNN = "CNN of 582,026 parameters, 10 clients × 50 steps × batch 32"
+WORKLOADS = {
+    "fedavg": Workload(f"FedAvg, {CNN}", FEDAVG, "Cnn", (1, 28, 28)),
+    "ditto": Workload(f"Ditto, {CNN}", {"name": "ditto", "weight": 1.0}, "Cnn", (1, 28, 28)),
+    "hypcluster": Workload(
+        f"HypCluster with three models, {CNN}",
+        {"name": "hypcluster", "clusters": 3},
+        "Cnn",
+        (1, 28, 28),
+    ),
+    "mlp": Workload(
+        "FedAvg, MLP of 4,810 parameters, 10 of 30 clients × 10 steps × batch 32",
+        FEDAVG,
+        "Mlp",
+        (64,),
+        clients=30,
+        steps=10,
+        learning_rate=0.1,
+    ),
+}
+
+
+def prepare(workload: Workload, folder: Path, device: str, threads: int) -> None:
+    """Write what every worker reads."""
+    data = folder / "data.npz"
+    x, y = samples(workload)
+    np.savez(data, x=x, y=y)
+    experiment = workload.experiment(data)
+    simulation = Simulation(
+        from_mapping(Experiment, experiment), how=Execution(engine="sequential", device="cpu")
+    )
+    federation = simulation.federation
+    for part in ("train", "test"):
+        held = [getattr(split, part) for split in federation.splits]
+        where = np.concatenate(held)
+        np.savez(
+            folder / f"{part}.npz",
+            x=federation.samples.x[where],
+            y=federation.samples.y[where],
+            ends=np.cumsum([len(one) for one in held]),
+        )
+    clusters = workload.algorithm.get("clusters", 1)
+    label = next(iter(simulation.population.by_label))
+    for number in range(clusters):
+        weights = simulation.population.initial_weights(label, number)
+        arrays = {name: tensor.numpy() for name, tensor in weights.params.items()}
+        np.savez(folder / f"initial_{number}.npz", **arrays)
+    said = {
+        "algorithm": workload.algorithm["name"],
+        "network": workload.network,
+        "clients": workload.clients,
+        "clients_per_round": workload.clients_per_round,
+        "steps": workload.steps,
+        "batch_size": workload.batch_size,
+        "learning_rate": workload.learning_rate,
+        "classes": CLASSES,
+        "device": device,
+        "threads": threads,
+        "weight": workload.algorithm.get("weight", 0.0),
+        "clusters": clusters,
+        "experiment": experiment,
+    }
+    (folder / "work.json").write_text(json.dumps(said))
+
+
+def samples(workload: Workload) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(0)
+    each = round(workload.steps * workload.batch_size / 0.8)
+    y = random.integers(0, CLASSES, workload.clients * each)
+    pictures = random.normal(size=(CLASSES, *workload.shape)).astype(np.float32)
+    noise = random.normal(size=(len(y), *workload.shape)).astype(np.float32)
+    return 0.5 * pictures[y] + NOISE * noise, y
