@@ -26,6 +26,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +39,14 @@ ADAPTERS = HERE / "peers"
 WORKER = ADAPTERS / "worker.py"
 sys.path.insert(0, str(ADAPTERS))
 
-import networks  # noqa: E402
-from processes import PeakMemory, machine_busy_seconds  # noqa: E402
+from processes import PeakMemory, machine_busy_seconds, peak_bytes  # noqa: E402
 from work import Work  # noqa: E402
 from works import WORKLOADS, prepare  # noqa: E402
 
 from perfed.runs.directory import environment  # noqa: E402
 
+MIB = 2**20
+MOST_EVALUATED = 100  # clients whose samples show what was learned
 ALIKE = 0.1  # by how much training losses may differ, as a share of the first peer's
 
 
@@ -93,7 +96,8 @@ class Worker:
         own = folder / spec.label.replace("/", "-")
         own.mkdir()
         threads = str(work.threads)
-        environment = os.environ | {"PYTHONPATH": spec.source, "PYTHONUNBUFFERED": "1"}
+        places = [spec.source, str(ADAPTERS), str(HERE.parent / "src")]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, places))}
         environment |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
         with log.open("w") as errors:
             self._process = subprocess.Popen(
@@ -148,15 +152,16 @@ class Turns:
         load = os.getloadavg()[0]
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
-            prepare(workload, folder, self.device, self.threads)
+            networks = prepare(workload, folder, self.device, self.threads)
             work = Work.read(folder)
-            parameters = sum(array.size for array in work.initial().values())
             try:
                 for spec in self.specs:
-                    self._guarded(spec.label, lambda spec=spec: self._start(spec, folder, work))
+                    self._guarded(spec.label, partial(self._start, spec, folder, work))
                 self._take_turns(rounds)
                 for label in list(self.workers):
-                    self._guarded(label, lambda label=label: self._finish(label, folder, work))
+                    self._guarded(
+                        label, lambda label=label: self._finish(label, folder, work, networks)
+                    )
             finally:
                 for worker in self.workers.values():
                     worker.stop()
@@ -164,7 +169,7 @@ class Turns:
         return {
             "about": workload.about,
             "work": dataclasses.asdict(workload),
-            "parameters": parameters,
+            "parameters": sum(parameter.numel() for parameter in networks[0].parameters()),
             "threads": self.threads,
             "environment": environment(torch.device(self.device)),
             "date": datetime.date.today().isoformat(),
@@ -173,7 +178,8 @@ class Turns:
             "failed": self.failed,
         }
 
-    def _guarded(self, label: str, action: Any) -> None:
+    def _guarded(self, label: str, action: Callable[[], None]) -> None:
+        """What a peer cannot do is recorded, and the others go on."""
         try:
             action()
         except (PeerError, OSError) as error:
@@ -187,17 +193,15 @@ class Turns:
         log = self.logs / f"{self.name}-{spec.label.replace('/', '-')}.log"
         self.workers[spec.label] = worker = Worker(spec, folder, work, log)
         facts = worker.ask()
-        first = worker.ask("round")["seconds"]
-        steps = worker.ask("steps")["steps"]
         with PeakMemory(worker.pid) as memory:
-            worker.ask("round")
+            first = worker.ask("first round")
         self.rows[spec.label] = {
             "peer": spec.label,
             "commit": spec.commit(),
             **facts,
-            "first_round_seconds": first,
-            "steps_a_round": steps,
-            "peak_memory_mib": round(memory.bytes / 2**20),
+            "first_round_seconds": round(first["seconds"], 3),
+            "steps_a_round": first["steps"],
+            "peak_memory_mib": round(memory.bytes / MIB),
             "seconds": [],
             "cpu_seconds": [],
             "others_cpus": [],  # how many cores all other processes kept busy meanwhile
@@ -209,7 +213,7 @@ class Turns:
             if turn % 2:
                 labels.reverse()
             for label in labels:
-                self._guarded(label, lambda label=label: self._turn(label))
+                self._guarded(label, partial(self._turn, label))
 
     def _turn(self, label: str) -> None:
         busy = machine_busy_seconds()
@@ -220,12 +224,18 @@ class Turns:
         row["cpu_seconds"].append(round(said["cpu_seconds"], 5))
         row["others_cpus"].append(round(max(0.0, others) / said["seconds"], 2))
 
-    def _finish(self, label: str, folder: Path, work: Work) -> None:
+    def _finish(
+        self, label: str, folder: Path, work: Work, networks: list[torch.nn.Module]
+    ) -> None:
         worker, row = self.workers[label], self.rows[label]
+        row["peak_memory_mib"] = max(row["peak_memory_mib"], round(peak_bytes(worker.pid) / MIB))
         where = folder / f"models-{label.replace('/', '-')}"
         counts = worker.ask(f"models {where}")
-        row["learned"] = {kind: learned(work, where, kind, count) for kind, count in counts.items()}
-        row["device_peak_bytes"] = worker.ask("memory")["device_peak_bytes"]
+        row["learned"] = {
+            kind: learned(work, networks, where, kind, count) for kind, count in counts.items()
+        }
+        device = worker.ask("memory")["device_peak_bytes"]
+        row["device_peak_mib"] = None if device is None else round(device / MIB)
 
     def _compare(self) -> None:
         """Medians, and ratios to the first peer by neighbouring rounds."""
@@ -238,12 +248,14 @@ class Turns:
             row["learned_alike"] = alike(row["learned"], first["learned"])
 
 
-def learned(work: Work, folder: Path, kind: str, count: int) -> dict[str, float]:
+def learned(
+    work: Work, networks: list[torch.nn.Module], folder: Path, kind: str, count: int
+) -> dict[str, float]:
     """Mean loss and accuracy over clients, on their training and test samples."""
     found: dict[str, list[float]] = {}
-    for client in range(work.clients):
+    for client in range(min(work.clients, MOST_EVALUATED)):
         state = np.load(folder / f"{kind}_{client if count > 1 else 0}.npz")
-        network = _network(work)
+        network = networks[client]
         network.load_state_dict({name: torch.from_numpy(state[name]) for name in state.files})
         for part, (x, y) in (("train", work.train[client]), ("test", work.test[client])):
             labels = torch.from_numpy(y).long()
@@ -263,13 +275,6 @@ def alike(learned: dict[str, Any], first: dict[str, Any]) -> bool:
         <= ALIKE * first[kind]["train_loss"]
         for kind in kinds
     )
-
-
-def _network(work: Work) -> torch.nn.Module:
-    network: torch.nn.Module = getattr(networks, work.network)(
-        work.train[0][0].shape[1:], work.classes
-    )
-    return network
 
 
 def table(result: dict[str, Any]) -> str:

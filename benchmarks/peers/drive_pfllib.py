@@ -31,7 +31,9 @@ class Peer:
         np.random.seed(0)
         module, name = SERVERS[work.algorithm]
         server = getattr(importlib.import_module(f"flcore.servers.{module}"), name)
-        self.server = server(arguments(work), 0)
+        said = arguments(work)
+        said.model = seeded_network(work)
+        self.server = server(said, 0)
         for left_out in ("evaluate", "evaluate_personalized", "save_results", "save_global_model"):
             setattr(self.server, left_out, lambda: None)
         self.server.rs_test_acc = [0.0]  # its loop ends with the best of them
@@ -71,7 +73,6 @@ def arguments(work: Work) -> Namespace:
     """Its command line, with its defaults for what the work does not say."""
     return Namespace(
         algorithm=work.algorithm,
-        model=seeded_network(work),
         device=work.device,
         dataset="shared",
         num_classes=work.classes,

@@ -55,6 +55,12 @@ def resident_bytes(pids: list[int]) -> int:
     return (private + max(shared)) * KIB
 
 
+def peak_bytes(pid: int) -> int:
+    """The most memory that one process has had at any time."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * KIB for line in lines if line.startswith("VmHWM"))
+
+
 class PeakMemory:
     """The largest memory of a family of processes, looked at all the time while it is open."""
 

@@ -12,9 +12,12 @@ def seeded_network(work: Work, number: int = 0) -> torch.nn.Module:
     """The network with the weights from which everybody starts."""
     shape = work.train[0][0].shape[1:]
     network = getattr(networks, work.network)(shape, work.classes)
-    state = {name: torch.from_numpy(array) for name, array in work.initial(number).items()}
-    network.load_state_dict(state)
-    return network.to(work.device)
+    return started(network, work.initial(number)).to(work.device)
+
+
+def started(network: torch.nn.Module, initial: Arrays) -> torch.nn.Module:
+    network.load_state_dict({name: torch.from_numpy(array) for name, array in initial.items()})
+    return network
 
 
 def arrays(network: torch.nn.Module) -> Arrays:
@@ -43,3 +46,15 @@ class StepCount:
 
 def device_memory(work: Work) -> int | None:
     return None if work.device == "cpu" else torch.cuda.max_memory_allocated()
+
+
+def torchvision_without_operators() -> None:
+    """Where torchvision's compiled part does not fit torch, its Python part is imported alone."""
+    operators = torch.library.Library("torchvision", "DEF")
+    for name in ("nms", "qnms"):
+        operators.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    kept.append(operators)
+    import torchvision  # noqa: F401
+
+
+kept: list[object] = []  # what torch forgets with its object

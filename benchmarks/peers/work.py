@@ -19,7 +19,7 @@ Models = dict[str, list[Arrays]]
 class Work:
     folder: Path
     algorithm: str
-    network: str  # a class in networks.py
+    network: str  # a class in networks.py, or a group of perfed's
     clients: int
     clients_per_round: int
     steps: int  # of one client in one round: one epoch
@@ -50,6 +50,7 @@ class Work:
         x, y, ends = (file[name] for name in ("x", "y", "ends"))
         return list(zip(np.split(x, ends[:-1]), np.split(y, ends[:-1]), strict=True))
 
-    def initial(self, number: int = 0) -> Arrays:
-        """Parameters by name, as torch has them, from which the model of that number starts."""
-        return dict(np.load(self.folder / f"initial_{number}.npz"))
+    def initial(self, number: int = 0, network: int = 0) -> Arrays:
+        """Parameters and buffers by name, as torch has them, from which model ``number`` of a
+        network starts."""
+        return dict(np.load(self.folder / f"initial_{network}_{number}.npz"))

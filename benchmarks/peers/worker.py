@@ -72,8 +72,9 @@ def serve(adapter: str, variant: str, source: str, folder: str, answers: TextIO)
         match line.split():
             case ["round"]:
                 tell(timed(peer))
-            case ["steps"]:  # one more round, with its steps counted
-                tell({"steps": peer.counted_round()})
+            case ["first", "round"]:
+                began = time.perf_counter()
+                tell({"steps": peer.counted_round(), "seconds": time.perf_counter() - began})
             case ["models", where]:
                 tell(save_models(peer, Path(where)))
             case ["memory"]:

@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import nn
 
 from perfed.config import Experiment
 from perfed.core.schema import from_mapping
 from perfed.engines import Execution
 from perfed.runs.simulation import Simulation
 
+HTFE8 = "htfe8"  # of perfed
 NETWORKS = Path(__file__).with_name("networks.py")
 CLASSES = 10
 NOISE = 2.0
@@ -47,7 +49,7 @@ class Workload:
             "data": {"name": "npz", "path": str(data)},
             "partition": "iid",
             "split": {"train": [0.8], "validation": 0.1, "test": 0.1},
-            "models": [f"{NETWORKS}:{self.network}"],
+            "models": self.network if self.network == HTFE8 else [f"{NETWORKS}:{self.network}"],
             "training": {
                 "learning_rate": self.learning_rate,
                 "steps": self.steps,
@@ -57,7 +59,7 @@ class Workload:
         }
 
 
-FEDAVG = {"name": "fedavg"}
+FEDAVG, LOCAL = {"name": "fedavg"}, {"name": "local"}
 CNN = "CNN of 582,026 parameters, 10 clients × 50 steps × batch 32"
 WORKLOADS = {
     "fedavg": Workload(f"FedAvg, {CNN}", FEDAVG, "Cnn", (1, 28, 28)),
@@ -67,6 +69,38 @@ WORKLOADS = {
         {"name": "hypcluster", "clusters": 3},
         "Cnn",
         (1, 28, 28),
+    ),
+    "cifar": Workload(
+        "pfl-research's CIFAR-10 benchmark: FedAvg, CNN with dropout, 50 of 1,000 clients × "
+        "5 steps × batch 10",
+        FEDAVG,
+        "DropoutCnn",
+        (3, 32, 32),
+        clients=1000,
+        clients_per_round=50,
+        steps=5,
+        batch_size=10,
+        learning_rate=0.1,
+    ),
+    "htfe8": Workload(
+        "HtFLlib's eight networks (HtFE8), local training, 20 clients × 25 steps × batch 10",
+        LOCAL,
+        HTFE8,
+        (3, 32, 32),
+        clients=20,
+        clients_per_round=20,
+        steps=25,
+        batch_size=10,
+    ),
+    "htfe8-small": Workload(
+        "HtFLlib's eight networks (HtFE8), local training, 8 clients × 1 step × batch 10",
+        LOCAL,
+        HTFE8,
+        (3, 32, 32),
+        clients=8,
+        clients_per_round=8,
+        steps=1,
+        batch_size=10,
     ),
     "mlp": Workload(
         "FedAvg, MLP of 4,810 parameters, 10 of 30 clients × 10 steps × batch 32",
@@ -80,8 +114,8 @@ WORKLOADS = {
 }
 
 
-def prepare(workload: Workload, folder: Path, device: str, threads: int) -> None:
-    """Write what every worker reads."""
+def prepare(workload: Workload, folder: Path, device: str, threads: int) -> list[nn.Module]:
+    """Write what every worker reads; returns each client's network."""
     data = folder / "data.npz"
     x, y = samples(workload)
     np.savez(data, x=x, y=y)
@@ -100,11 +134,13 @@ def prepare(workload: Workload, folder: Path, device: str, threads: int) -> None
             ends=np.cumsum([len(one) for one in held]),
         )
     clusters = workload.algorithm.get("clusters", 1)
-    label = next(iter(simulation.population.by_label))
-    for number in range(clusters):
-        weights = simulation.population.initial_weights(label, number)
-        arrays = {name: tensor.numpy() for name, tensor in weights.params.items()}
-        np.savez(folder / f"initial_{number}.npz", **arrays)
+    population = simulation.population
+    for network, label in enumerate(population.by_label):
+        for number in range(clusters):
+            weights = population.initial_weights(label, number)
+            tensors = weights.params | weights.buffers
+            arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
+            np.savez(folder / f"initial_{network}_{number}.npz", **arrays)
     said = {
         "algorithm": workload.algorithm["name"],
         "network": workload.network,
@@ -121,6 +157,7 @@ def prepare(workload: Workload, folder: Path, device: str, threads: int) -> None
         "experiment": experiment,
     }
     (folder / "work.json").write_text(json.dumps(said))
+    return [population.modules[label] for label in population.architectures]
 
 
 def samples(workload: Workload) -> tuple[np.ndarray, np.ndarray]:
