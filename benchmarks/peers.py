@@ -19,14 +19,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
+import fcntl
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -137,11 +138,21 @@ class Worker:
                 self._process.kill()
 
 
+@contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """While others that use the same lock wait."""
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 class Turns:
     """One work, done by all peers in turns."""
 
-    def __init__(self, name: str, specs: list[Spec], device: str, threads: int, logs: Path) -> None:
-        self.name, self.specs, self.logs = name, specs, logs
+    def __init__(
+        self, name: str, specs: list[Spec], device: str, threads: int, logs: Path, lock: Path
+    ) -> None:
+        self.name, self.specs, self.logs, self.lock = name, specs, logs, lock
         self.device, self.threads = device, threads
         self.rows: dict[str, dict[str, Any]] = {}
         self.failed: dict[str, str] = {}
@@ -156,7 +167,8 @@ class Turns:
             work = Work.read(folder)
             try:
                 for spec in self.specs:
-                    self._guarded(spec.label, partial(self._start, spec, folder, work))
+                    with alone(self.lock):
+                        self._guarded(spec.label, partial(self._start, spec, folder, work))
                 self._take_turns(rounds)
                 for label in list(self.workers):
                     self._guarded(
@@ -172,7 +184,6 @@ class Turns:
             "parameters": sum(parameter.numel() for parameter in networks[0].parameters()),
             "threads": self.threads,
             "environment": environment(torch.device(self.device)),
-            "date": datetime.date.today().isoformat(),
             "load_before": load,
             "rows": list(self.rows.values()),
             "failed": self.failed,
@@ -212,8 +223,9 @@ class Turns:
             labels = list(self.workers)
             if turn % 2:
                 labels.reverse()
-            for label in labels:
-                self._guarded(label, partial(self._turn, label))
+            with alone(self.lock):
+                for label in labels:
+                    self._guarded(label, partial(self._turn, label))
 
     def _turn(self, label: str) -> None:
         busy = machine_busy_seconds()
@@ -304,6 +316,9 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, help="the record; '-': only print")
     parser.add_argument("--logs", type=Path, help="where to keep what peers print")
+    parser.add_argument(
+        "--lock", type=Path, help="a file that is locked (flock) for each turn of all peers"
+    )
     asked = parser.parse_args()
     kind = "cpu" if asked.device == "cpu" else "cuda"
     out = asked.out or HERE / "results" / f"peers_{kind}.json"
@@ -311,7 +326,9 @@ def main() -> None:
         logs = asked.logs or Path(temporary)
         logs.mkdir(exist_ok=True, parents=True)
         for name in asked.work:
-            result = Turns(name, asked.peer, asked.device, asked.threads, logs).run(asked.rounds)
+            lock = asked.lock or logs / "lock"
+            turns = Turns(name, asked.peer, asked.device, asked.threads, logs, lock)
+            result = turns.run(asked.rounds)
             print(table(result), end="\n\n", flush=True)
             if str(out) != "-":
                 record = json.loads(out.read_text()) if out.is_file() else {}

@@ -13,6 +13,7 @@ import sys
 from committed import ROOT, machine, result
 from guide_blocks import BLOCKS as GUIDE_BLOCKS
 from paper_blocks import BLOCKS as PAPER_BLOCKS
+from peers_blocks import BLOCKS as PEERS_BLOCKS
 from screening_blocks import BLOCKS as SCREENING_BLOCKS
 from security_blocks import BLOCKS as SECURITY_BLOCKS
 from successor_blocks import BLOCKS as SUCCESSOR_BLOCKS
@@ -356,6 +357,7 @@ BLOCKS = {
     **SUCCESSOR_BLOCKS,
     **SCREENING_BLOCKS,
     **SECURITY_BLOCKS,
+    **PEERS_BLOCKS,
     "bench-h200": lambda: engines("bench_h200"),
     "bench-cpu": lambda: engines("bench_cpu"),
     "profile": profile,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import pickle
 import sys
 from pathlib import Path
@@ -52,6 +53,7 @@ class Peer:
         if self.parallel:
             import ray
 
+            os.environ["OMP_NUM_THREADS"] = "1"  # as Ray sets it for a worker with one core
             hook = {"worker_process_setup_hook": torchvision_without_operators}
             ray.init(num_cpus=work.threads, include_dashboard=False, runtime_env=hook)
         self.server = server(args=arguments(work, self.parallel, Path(source)))
@@ -118,7 +120,7 @@ def dataset(base: Any, work: Work, transforms: dict[str, Any]) -> Any:
 
 
 def decoupled(base: Any, work: Work) -> Any:
-    network = seeded_network(work)
+    network = seeded_network(work).cpu()  # the server keeps it there
     model = base.DecoupledModel()
     *base_layers, last = network
     model.base, model.classifier = torch.nn.Sequential(*base_layers), last

@@ -5,6 +5,7 @@ As many clients at once as there are threads, each with one.
 
 from __future__ import annotations
 
+import os
 import threading
 from functools import lru_cache
 from pathlib import Path
@@ -40,6 +41,7 @@ class Peer:
 
     def _simulate(self) -> None:
         gpus = 0.0 if self.work.device == "cpu" else 1.0 / self.work.threads
+        os.environ["OMP_NUM_THREADS"] = "1"  # as Ray sets it for a worker with one core
         try:
             run_simulation(
                 server_app(self),
@@ -111,7 +113,6 @@ def work_in(folder: Path) -> Work:
 
 def trained(folder: Path, message: Message, client: int) -> Message:
     work = work_in(folder)
-    torch.set_num_threads(1)
     network = seeded_network(work)
     network.load_state_dict(message.content["arrays"].to_torch_state_dict())
     network.to(work.device).train()

@@ -64,7 +64,7 @@ def peak_bytes(pid: int) -> int:
 class PeakMemory:
     """The largest memory of a family of processes, looked at all the time while it is open."""
 
-    def __init__(self, pid: int, pause: float = 0.02) -> None:
+    def __init__(self, pid: int, pause: float = 0.05) -> None:
         self.pid, self.pause, self.bytes = pid, pause, 0
 
     def __enter__(self) -> PeakMemory:
@@ -78,9 +78,8 @@ class PeakMemory:
         self._thread.join()
 
     def _watch(self) -> None:
-        pids = family(self.pid)
         while True:
-            self.bytes = max(self.bytes, resident_bytes(pids))
+            self.bytes = max(self.bytes, resident_bytes(family(self.pid)))
             if self._ended.wait(self.pause):
                 return
 

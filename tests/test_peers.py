@@ -1,0 +1,91 @@
+"""``benchmarks/peers.py``: what it asks workers, and what it makes of their answers."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture
+def inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS / "peers"))
+
+
+@pytest.fixture
+def driver(inside: None) -> Any:
+    spec = importlib.util.spec_from_file_location("peers_driver", BENCHMARKS / "peers.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look for it there
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_peer_is_named_with_its_variant_source_and_python(driver: Any) -> None:
+    spec = driver.Spec.parse("perfed/stacked-bf16@old=/somewhere/src:/venv/bin/python")
+    assert (spec.adapter, spec.variant) == ("perfed", "stacked-bf16")
+    assert (spec.source, spec.python) == ("/somewhere/src", "/venv/bin/python")
+    assert driver.Spec.parse("flower=").source == ""
+
+
+def test_models_that_learned_less_are_not_alike(driver: Any) -> None:
+    first = {"global": {"train_loss": 1.0}}
+    assert driver.alike({"global": {"train_loss": 1.09}}, first)
+    assert not driver.alike({"global": {"train_loss": 1.2}}, first)
+    assert not driver.alike({"personal": {"train_loss": 1.0}}, first)
+
+
+def test_cpu_seconds_are_those_of_all_descendants(inside: None) -> None:
+    import processes
+
+    busy = "import time\nwhile time.process_time() < 0.3: pass\nprint(1, flush=True)\ninput()"
+    with subprocess.Popen(
+        [sys.executable, "-c", busy], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        assert processes.others_cpu_seconds(os.getpid()) >= 0.25
+        assert child.pid in processes.family(os.getpid())
+        assert processes.resident_bytes([child.pid]) > 2**20
+        child.communicate(b"\n")
+
+
+def test_perfed_as_a_peer_starts_from_the_shared_weights_and_learns(
+    inside: None, tmp_path: Path
+) -> None:
+    from dataclasses import replace
+
+    from drive_perfed import Peer
+    from work import Work
+    from works import WORKLOADS, prepare
+
+    small = replace(WORKLOADS["mlp"], clients=4, clients_per_round=2, steps=4, batch_size=4)
+    prepare(small, tmp_path, "cpu", 1)
+    work = Work.read(tmp_path)
+    assert [len(y) for _, y in work.train] == [16] * 4  # one epoch is the steps
+    peer = Peer(work, "sequential", "")
+    before = peer.models()["global"][0]
+    assert all((before[name] == array).all() for name, array in work.initial().items())
+    assert peer.counted_round() == 8
+    assert any((peer.models()["global"][0][n] != a).any() for n, a in before.items())
+
+
+def test_a_worker_answers_and_says_why_it_cannot(inside: None, tmp_path: Path) -> None:
+    (tmp_path / "drive_none.py").write_text("raise RuntimeError('needs a newer Python')")
+    worker = subprocess.run(
+        [sys.executable, BENCHMARKS / "peers" / "worker.py", "none", "", "", str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    answer = json.loads(worker.stdout.removeprefix("@"))
+    assert answer == {"error": "RuntimeError: needs a newer Python"}
