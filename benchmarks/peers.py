@@ -100,6 +100,7 @@ class Worker:
         places = [spec.source, str(ADAPTERS), str(HERE.parent / "src")]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, places))}
         environment |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+        environment["RAY_ADDRESS"] = "local"  # its own, also where another cluster runs
         with log.open("w") as errors:
             self._process = subprocess.Popen(
                 [spec.python, WORKER, spec.adapter, spec.variant, spec.source, str(folder)],
@@ -167,13 +168,11 @@ class Turns:
             work = Work.read(folder)
             try:
                 for spec in self.specs:
-                    with alone(self.lock):
-                        self._guarded(spec.label, partial(self._start, spec, folder, work))
+                    self._guarded(spec.label, partial(self._start, spec, folder, work))
                 self._take_turns(rounds)
                 for label in list(self.workers):
-                    self._guarded(
-                        label, lambda label=label: self._finish(label, folder, work, networks)
-                    )
+                    ended = partial(self._finish, label, folder, work, networks)
+                    self._guarded(label, ended)
             finally:
                 for worker in self.workers.values():
                     worker.stop()

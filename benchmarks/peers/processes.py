@@ -64,7 +64,7 @@ def peak_bytes(pid: int) -> int:
 class PeakMemory:
     """The largest memory of a family of processes, looked at all the time while it is open."""
 
-    def __init__(self, pid: int, pause: float = 0.05) -> None:
+    def __init__(self, pid: int, pause: float = 0.2) -> None:
         self.pid, self.pause, self.bytes = pid, pause, 0
 
     def __enter__(self) -> PeakMemory:
