@@ -12,7 +12,9 @@ Every peer is a process of its own and waits while another has its turn. All hav
 start from the same weights, take the same number of steps with as many threads; at the end the
 loss of what they learned is compared, so that nobody is fast by doing less. A round is everything
 from the selection of clients to the new global model, without evaluation. Results are put in
-``benchmarks/results/peers_<device>.json``, work by work.
+``benchmarks/results/peers_<device>.json``, work by work, if the machine was quiet: where other
+processes keep the cores busy, threads that wait for each other lose a factor of ten, and one peer
+more than another. So turns that were disturbed are taken again.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,13 +42,15 @@ ADAPTERS = HERE / "peers"
 WORKER = ADAPTERS / "worker.py"
 sys.path.insert(0, str(ADAPTERS))
 
-from processes import PeakMemory, machine_busy_seconds, peak_bytes  # noqa: E402
+from processes import PeakMemory, machine_busy_seconds, own_cpu_seconds, peak_bytes  # noqa: E402
 from work import Work  # noqa: E402
 from works import WORKLOADS, prepare  # noqa: E402
 
 from perfed.runs.directory import environment  # noqa: E402
 
 MIB = 2**20
+QUIET = 0.3  # cores that other processes may keep busy; threads that wait for each other lose more
+TRIES = 4  # turns for each that is needed
 MOST_EVALUATED = 100  # clients whose samples show what was learned
 ALIKE = 0.1  # by how much training losses may differ, as a share of the first peer's
 
@@ -139,12 +143,38 @@ class Worker:
                 self._process.kill()
 
 
-@contextmanager
-def alone(path: Path) -> Iterator[None]:
-    """While others that use the same lock wait."""
-    with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+class Alone:
+    """While it is open, others that use the same lock wait; between turns it lets them in, once it
+    has been held for some time."""
+
+    LONGEST = 120  # seconds
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __enter__(self) -> Alone:
+        self._file = self.path.open("a")
+        self._take()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+    def between(self) -> None:
+        if time.monotonic() - self._since > self.LONGEST:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+            time.sleep(1)
+            self._take()
+
+    def _take(self) -> None:
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        self._since = time.monotonic()
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    said: dict[str, Any]  # by each peer
+    others_cpus: float  # how many cores other processes kept busy meanwhile
 
 
 class Turns:
@@ -159,7 +189,8 @@ class Turns:
         self.failed: dict[str, str] = {}
         self.workers: dict[str, Worker] = {}
 
-    def run(self, rounds: int) -> dict[str, Any]:
+    def run(self, rounds: int, most: int) -> dict[str, Any]:
+        """So many turns count; of at most ``most``, those that were disturbed least."""
         workload = WORKLOADS[self.name]
         load = os.getloadavg()[0]
         with tempfile.TemporaryDirectory() as temporary:
@@ -169,7 +200,7 @@ class Turns:
             try:
                 for spec in self.specs:
                     self._guarded(spec.label, partial(self._start, spec, folder, work))
-                self._take_turns(rounds)
+                self._take_turns(rounds, most)
                 for label in list(self.workers):
                     ended = partial(self._finish, label, folder, work, networks)
                     self._guarded(label, ended)
@@ -184,6 +215,8 @@ class Turns:
             "threads": self.threads,
             "environment": environment(torch.device(self.device)),
             "load_before": load,
+            "others_cpus": self.others_cpus,
+            "quiet": max(self.others_cpus) <= QUIET,
             "rows": list(self.rows.values()),
             "failed": self.failed,
         }
@@ -212,28 +245,35 @@ class Turns:
             "first_round_seconds": round(first["seconds"], 3),
             "steps_a_round": first["steps"],
             "peak_memory_mib": round(memory.bytes / MIB),
-            "seconds": [],
-            "cpu_seconds": [],
-            "others_cpus": [],  # how many cores all other processes kept busy meanwhile
         }
 
-    def _take_turns(self, rounds: int) -> None:
-        for turn in range(rounds):
-            labels = list(self.workers)
-            if turn % 2:
-                labels.reverse()
-            with alone(self.lock):
-                for label in labels:
-                    self._guarded(label, partial(self._turn, label))
+    def _take_turns(self, rounds: int, most: int) -> None:
+        """Turns during which nothing else ran, as far as there are; else the quietest."""
+        turns: list[Turn] = []
+        with Alone(self.lock) as alone:
+            while sum(turn.others_cpus <= QUIET for turn in turns) < rounds:
+                if len(turns) == most:
+                    break
+                turns.append(self._turn(reverse=len(turns) % 2 == 1))
+                alone.between()
+        chosen = sorted(turns, key=lambda turn: turn.others_cpus)[:rounds]
+        for label, row in self.rows.items():
+            for kind in ("seconds", "cpu_seconds"):
+                row[kind] = [round(turn.said[label][kind], 5) for turn in chosen]
+        self.others_cpus = [round(turn.others_cpus, 2) for turn in chosen]
 
-    def _turn(self, label: str) -> None:
-        busy = machine_busy_seconds()
-        said = self.workers[label].ask("round")
-        others = machine_busy_seconds() - busy - said["cpu_seconds"]
-        row = self.rows[label]
-        row["seconds"].append(round(said["seconds"], 5))
-        row["cpu_seconds"].append(round(said["cpu_seconds"], 5))
-        row["others_cpus"].append(round(max(0.0, others) / said["seconds"], 2))
+    def _turn(self, reverse: bool) -> Turn:
+        """A round of every peer."""
+        said: dict[str, Any] = {}
+
+        def one(label: str) -> None:
+            said[label] = self.workers[label].ask("round")
+
+        began, busy = time.perf_counter(), machine_busy_seconds() - own_cpu_seconds()
+        for label in sorted(self.workers, reverse=reverse):
+            self._guarded(label, partial(one, label))
+        others = machine_busy_seconds() - own_cpu_seconds() - busy
+        return Turn(said, max(0.0, others) / (time.perf_counter() - began))
 
     def _finish(
         self, label: str, folder: Path, work: Work, networks: list[torch.nn.Module]
@@ -252,7 +292,7 @@ class Turns:
         """Medians, and ratios to the first peer by neighbouring rounds."""
         first = next(iter(self.rows.values()), None)
         for row in self.rows.values():
-            for kind in ("seconds", "cpu_seconds", "others_cpus"):
+            for kind in ("seconds", "cpu_seconds"):
                 row[f"median_{kind}"] = statistics.median(row[kind])
             pairs = zip(row["seconds"], first["seconds"], strict=True)
             row["times_first"] = round(statistics.median(a / b for a, b in pairs), 3)
@@ -290,17 +330,15 @@ def alike(learned: dict[str, Any], first: dict[str, Any]) -> bool:
 
 def table(result: dict[str, Any]) -> str:
     lines = [
-        f"{result['about']}; load before {result['load_before']:.1f}",
-        f"{'peer':<24}{'s a round':>10}{'times':>7}{'CPU s':>9}{'MiB':>7}{'steps':>7}"
-        f"{'others':>8}  train loss",
+        f"{result['about']}; other processes kept {max(result['others_cpus']):.1f} cores busy",
+        f"{'peer':<24}{'s a round':>10}{'times':>7}{'CPU s':>9}{'MiB':>7}{'steps':>7}  train loss",
     ]
     for row in result["rows"]:
         losses = {kind: found["train_loss"] for kind, found in row["learned"].items()}
         lines.append(
             f"{row['peer']:<24}{row['median_seconds']:>10.4f}{row['times_first']:>6.2f}×"
             f"{row['median_cpu_seconds']:>9.4f}{row['peak_memory_mib']:>7}"
-            f"{row['steps_a_round']:>7}{row['median_others_cpus']:>8.2f}  {losses}"
-            + ("" if row["learned_alike"] else " NOT ALIKE")
+            f"{row['steps_a_round']:>7}  {losses}" + ("" if row["learned_alike"] else " NOT ALIKE")
         )
     lines += [f"{label:<24}failed: {reason}" for label, reason in result["failed"].items()]
     return "\n".join(lines)
@@ -315,8 +353,11 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, help="the record; '-': only print")
     parser.add_argument("--logs", type=Path, help="where to keep what peers print")
+    parser.add_argument("--busy", action="store_true", help="record it on a busy machine too")
     parser.add_argument(
-        "--lock", type=Path, help="a file that is locked (flock) for each turn of all peers"
+        "--lock",
+        type=Path,
+        help="a file that is locked (flock) while peers take turns, for minutes",
     )
     asked = parser.parse_args()
     kind = "cpu" if asked.device == "cpu" else "cuda"
@@ -327,9 +368,12 @@ def main() -> None:
         for name in asked.work:
             lock = asked.lock or logs / "lock"
             turns = Turns(name, asked.peer, asked.device, asked.threads, logs, lock)
-            result = turns.run(asked.rounds)
+            recorded = str(out) != "-" and not asked.busy
+            result = turns.run(asked.rounds, asked.rounds * (TRIES if recorded else 1))
             print(table(result), end="\n\n", flush=True)
-            if str(out) != "-":
+            if not result["quiet"] and not asked.busy:
+                print("not recorded: the machine was not quiet (--busy records it all the same)")
+            elif str(out) != "-":
                 record = json.loads(out.read_text()) if out.is_file() else {}
                 out.write_text(json.dumps(record | {name: result}, indent=1) + "\n")
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable
 from typing import Any
 
-from committed import machine, result
+from committed import ROOT, machine, result
 
 NAMES = {
     "perfed": "perfed",
@@ -21,17 +20,19 @@ NAMES = {
 
 
 def peers(name: str) -> str:
+    if not (ROOT / "benchmarks" / "results" / f"{name}.json").is_file():
+        return "No record yet: it needs a machine on which nothing else runs."
     record = result(name)
     parts = [part for work in record.values() for part in _work(work)]
     return "\n".join([*parts, *_versions(record.values())])
 
 
 def _work(work: dict[str, Any]) -> list[str]:
-    busy = statistics.median(value for row in work["rows"] for value in row["others_cpus"])
+    busy = max(work["others_cpus"])
     rounds = len(work["rows"][0]["seconds"])
     lines = [
         f"**{work['about']}**, {work['threads']} threads, medians of {rounds} rounds; other "
-        f"processes kept {busy:.1f} cores busy",
+        f"processes kept at most {busy:.1f} cores busy",
         "",
         "| | seconds a round | times | CPU-seconds | memory, MiB | steps | training loss |",
         "|---|---|---|---|---|---|---|",

@@ -43,6 +43,24 @@ def test_models_that_learned_less_are_not_alike(driver: Any) -> None:
     assert not driver.alike({"personal": {"train_loss": 1.0}}, first)
 
 
+def test_turns_that_others_disturb_are_taken_again(
+    driver: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disturbance = iter([2.0, 0.1, 1.0, 0.2, 0.0])
+    turns = driver.Turns("mlp", [], "cpu", 1, tmp_path, tmp_path / "lock")
+    turns.rows = {"one": {}}
+
+    def turn(reverse: bool) -> Any:
+        others = next(disturbance)
+        return driver.Turn({"one": {"seconds": others, "cpu_seconds": 0.0}}, others)
+
+    monkeypatch.setattr(turns, "_turn", turn)
+    turns._take_turns(rounds=2, most=8)
+    assert turns.others_cpus == [0.1, 0.2]
+    assert turns.rows["one"]["seconds"] == [0.1, 0.2]
+    assert next(disturbance) == 0.0
+
+
 def test_cpu_seconds_are_those_of_all_descendants(inside: None) -> None:
     import processes
 

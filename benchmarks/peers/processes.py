@@ -27,6 +27,11 @@ def others_cpu_seconds(pid: int) -> float:
     return sum(_ticks(one) for one in family(pid)[1:])
 
 
+def own_cpu_seconds() -> float:
+    """Of this process and its descendants, to the tick."""
+    return sum(_ticks(one) for one in family(os.getpid()))
+
+
 def _ticks(pid: int) -> float:
     """User and system time, with that of children that have ended."""
     fields = _stat(pid)
