@@ -53,6 +53,7 @@ QUIET = 0.3  # cores that other processes may keep busy; threads that wait for e
 TRIES = 4  # turns for each that is needed
 MOST_EVALUATED = 100  # clients whose samples show what was learned
 ALIKE = 0.1  # by how much training losses may differ, as a share of the first peer's
+SMALL_LOSS = 0.05  # a difference that counts for nothing
 
 
 class PeerError(Exception):
@@ -323,7 +324,7 @@ def alike(learned: dict[str, Any], first: dict[str, Any]) -> bool:
     kinds = learned.keys() & first.keys()
     return bool(kinds) and all(
         abs(learned[kind]["train_loss"] - first[kind]["train_loss"])
-        <= ALIKE * first[kind]["train_loss"]
+        <= max(ALIKE * first[kind]["train_loss"], SMALL_LOSS)
         for kind in kinds
     )
 

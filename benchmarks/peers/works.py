@@ -24,7 +24,7 @@ from perfed.runs.simulation import Simulation
 HTFE8 = "htfe8"  # of perfed
 NETWORKS = Path(__file__).with_name("networks.py")
 CLASSES = 10
-NOISE = 2.0
+NOISE = 1.0
 
 
 @dataclass(frozen=True)
