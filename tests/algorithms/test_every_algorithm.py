@@ -104,7 +104,7 @@ def test_a_client_first_drawn_in_round_300_starts_as_the_method_says() -> None:
         simulation.select = lambda round: [0, 5]  # type: ignore[method-assign]
         before = simulation.progress.state
         simulation.play_round(300, Channel())
-        assert simulation.progress.trained == [3, 2, 0, 0, 0, 1]
+        assert simulation.progress.trained == {0: 3, 1: 2, 5: 1}
         return simulation, before
 
     # SCAFFOLD: c_i was zero, so its new one is (x − y)/(τη) − c, and c still is the mean.
