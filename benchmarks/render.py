@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import statistics
 import sys
+from typing import Any
 
 from committed import ROOT, machine, result
 from guide_blocks import BLOCKS as GUIDE_BLOCKS
@@ -200,6 +201,30 @@ def profile_networks() -> str:
     return "\n".join([*lines, "", machine(record["environment"])])
 
 
+def networks(name: str) -> str:
+    """Networks × engines × precisions: ms of a step, the lightest network first."""
+    record = result(name)
+    ordered = sorted(record["networks"].values(), key=lambda network: network["flops_per_step"])
+    pairs = [(row["engine"], row["precision"]) for network in ordered for row in network["rows"]]
+    ways = list(dict.fromkeys(pairs))
+    heads = [*(" ".join(way) for way in ways), "the fastest, against sequential float32"]
+    lines = [f"| ms of a step | parameters | {' | '.join(heads)} |"]
+    lines.append("|---" * (len(heads) + 2) + "|")
+    for network in ordered:
+        rows = {(row["engine"], row["precision"]): row for row in network["rows"]}
+        times = [row["step_ms"] for row in rows.values() if "step_ms" in row]
+        ratio = rows["sequential", "float32"]["step_ms"] / min(times)
+        cells = [f"{network['parameters']:,}", *(_step(rows.get(way)) for way in ways)]
+        lines.append(f"| {network['title']} | {' | '.join(cells)} | {ratio:.1f}× |")
+    return "\n".join([*lines, "", machine(record["environment"])])
+
+
+def _step(row: dict[str, Any] | None) -> str:
+    if row is None or "step_ms" not in row:
+        return "–" if row is None else row.get("error", "–")
+    return f"{row['step_ms']:.3g}" + ("" if row["finite"] else " (not finite)")
+
+
 def table1_time() -> str:
     record = result("table1_time")
     phases = record["phases"]
@@ -362,6 +387,7 @@ BLOCKS = {
     "bench-cpu": lambda: engines("bench_cpu"),
     "profile": profile,
     "profile-networks": profile_networks,
+    "networks-h200": lambda: networks("networks_h200"),
     "table1-time": table1_time,
     "bf16": bf16,
     "scale": scale,

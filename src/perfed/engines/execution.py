@@ -69,9 +69,8 @@ class Execution(Options):
         return None if self.store_limit is None else int(self.store_limit * 2**20)
 
     def build_engine(self) -> Engine:
-        """The engine asked for. By itself it is ``stacked``, the faster one for every network of
-        ``benchmarks/networks.py``: what is timed here and now would be chosen by chance, and two
-        engines differ in last bits."""
+        """The engine asked for. By itself it is ``stacked``, by rule and not by trial: what is
+        timed here would be chosen by chance, and two engines differ in last bits."""
         precision = PRECISIONS["float32" if self.precision == "auto" else self.precision]
         if self.engine == "ray":
             from perfed.engines.ray import RayEngine
