@@ -107,7 +107,7 @@ def as_recorded(directory: RunDirectory, how: Execution) -> Execution:
     if not (directory.path / "environment.json").is_file():  # killed before its first round
         return how
     recorded = directory.read_json("environment.json")
-    here = recorded.get("device", "").startswith(how.torch_device().type)
+    here = str(recorded.get("device")).startswith(how.torch_device().type)
     if how.engine == "auto" and here and recorded.get("engine") in ("sequential", "stacked"):
         how = dataclasses.replace(how, engine=recorded["engine"])
     began: Any = recorded.get("precision", "float32")
