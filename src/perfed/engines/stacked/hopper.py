@@ -151,10 +151,20 @@ def conv2d(
         images, matrices = (n, batch, *size, channels), (n, out, height, width, channels)
         if geometry[0] != (1, 1) and not kernels.strides(images, matrices, geometry):
             return None
+    return _with_moments(Convolution, x, weight, bias, geometry, small, bias_grad)
+
+
+def _with_moments(function: Any, *inputs: Any) -> Tensor:
+    """What a convolution gives, and with it the moments it found, for a BatchNorm after it."""
     moments: list[Any] = []
-    y: Tensor = Convolution.apply(x, weight, bias, geometry, small, bias_grad, moments)
+    y: Tensor = function.apply(*inputs, moments)
     y._moments = (moments[0], y._version)  # type: ignore[attr-defined]
     return y
+
+
+def _bias_gradient(grad: Tensor, dtype: torch.dtype) -> Tensor:
+    """Of (n, b, h, w, c)."""
+    return grad.flatten(1, 3).sum(1, dtype=torch.float32).to(dtype)
 
 
 class Convolution(torch.autograd.Function):
@@ -201,7 +211,7 @@ class Convolution(torch.autograd.Function):
             dx = _first(kernels.conv_input_grad(grad, weight, x.shape[2:4], ctx.geometry))
         if ctx.needs_input_grad[2]:
             if ctx.bias_grad:
-                db = grad.flatten(1, 3).sum(1, dtype=torch.float32).to(ctx.bias_dtype)
+                db = _bias_gradient(grad, ctx.bias_dtype)
             else:
                 db = grad.new_zeros(weight.shape[:2], dtype=ctx.bias_dtype)
         return dx, dw, db, None, None, None, None
@@ -211,10 +221,7 @@ def depthwise(
     x: Tensor, weight: Tensor, bias: Tensor | None, geometry: tuple[Pair, Pair, Pair]
 ) -> Tensor:
     """A convolution with a kernel (n, c, 1, kh, kw) for each channel."""
-    moments: list[Any] = []
-    y: Tensor = Depthwise.apply(x, weight, bias, geometry, moments)
-    y._moments = (moments[0], y._version)  # type: ignore[attr-defined]
-    return y
+    return _with_moments(Depthwise, x, weight, bias, geometry)
 
 
 class Depthwise(torch.autograd.Function):
@@ -247,7 +254,7 @@ class Depthwise(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             dw = triton_depthwise.depthwise_weight_grad(x, grad, kernel, ctx.geometry).unsqueeze(2)
         if ctx.needs_input_grad[2]:
-            db = grad.flatten(1, 3).sum(1, dtype=torch.float32).to(ctx.bias_dtype)
+            db = _bias_gradient(grad, ctx.bias_dtype)
         return dx, dw, db, None, None
 
 

@@ -86,6 +86,17 @@ def _group_norm_kernel(
         tl.store(y + at, z.to(y.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _gradient_and_value(dy, x, mask, mean, inv, w, b, RELU: tl.constexpr):
+    """The gradient before the ReLU, and the value it was given, normalised."""
+    g = tl.load(dy, mask=mask, other=0.0).to(tl.float32)
+    v = tl.load(x, mask=mask, other=0.0).to(tl.float32)
+    v = (v - mean[None, :]) * inv[None, :]
+    if RELU:
+        g = tl.where(v * w[None, :] + b[None, :] > 0.0, g, 0.0)
+    return g, v
+
+
 @jit(_SIZES)
 def _group_norm_grad_kernel(
     x, dy, dx, part, mean_in, inv_in, weight, bias, samples, rows, B, C,
@@ -108,11 +119,7 @@ def _group_norm_grad_kernel(
         r = r0 + tl.arange(0, BR)
         mask = (r < rows)[:, None] & here[None, :]
         at = r[:, None] * C + c[None, :]
-        g = tl.load(dy + at, mask=mask, other=0.0).to(tl.float32)
-        v = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
-        v = (v - mean[None, :]) * inv[None, :]
-        if RELU:
-            g = tl.where(v * w[None, :] + b[None, :] > 0.0, g, 0.0)
+        g, v = _gradient_and_value(dy + at, x + at, mask, mean, inv, w, b, RELU)
         sum_g += g
         sum_gx += g * v
     of_bias = tl.sum(sum_g, 0)
@@ -126,11 +133,7 @@ def _group_norm_grad_kernel(
         r = r0 + tl.arange(0, BR)
         mask = (r < rows)[:, None] & here[None, :]
         at = r[:, None] * C + c[None, :]
-        g = tl.load(dy + at, mask=mask, other=0.0).to(tl.float32)
-        v = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
-        v = (v - mean[None, :]) * inv[None, :]
-        if RELU:
-            g = tl.where(v * w[None, :] + b[None, :] > 0.0, g, 0.0)
+        g, v = _gradient_and_value(dy + at, x + at, mask, mean, inv, w, b, RELU)
         d = inv[None, :] * (g * w[None, :] - mean_g[None, :] - v * mean_gx[None, :])
         tl.store(dx + at, d.to(dx.dtype.element_ty), mask=mask)
 
