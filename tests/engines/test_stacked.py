@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -25,6 +26,7 @@ from perfed.core.channel import Channel
 from perfed.core.errors import ConfigError, RunError
 from perfed.core.message import Message
 from perfed.core.tree import flatten
+from perfed.engines import SequentialEngine
 from perfed.engines.stacked import StackedEngine
 from perfed.engines.stacked import engine as stacked_engine_module
 from perfed.engines.stacked.alone import LoneModule, channels_last
@@ -32,6 +34,7 @@ from perfed.engines.stacked.engine import JobStreams
 from perfed.engines.stacked.plan import Plan
 from perfed.engines.stacked.recorded import TapedForward, TapedTraining, without_collection
 from perfed.engines.stacked.requests import objective_key
+from perfed.engines.stacked.stack import DICE, StackedModule
 from perfed.runs.simulation import Simulation
 from tests.conftest import SEQUENTIAL, STACKED, TINY, simulate, spec, tiny
 
@@ -88,6 +91,33 @@ class Shuffling(nn.Module):
         x = x.flatten(1)
         logits: Tensor = self.layer(x[:, torch.randperm(64)] if self.training else x)
         return logits
+
+
+class Dicing(nn.Module):
+    thrown: ClassVar[list[bool]] = []
+
+    def __init__(self, shape: tuple[int, ...], classes: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, classes)
+        self.generator = np.random.default_rng(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.thrown.append(self.dice() < 0.5)
+        y: Tensor = self.layer(x.flatten(1))
+        return 2 * y if self.thrown[-1] else y
+
+    def dice(self) -> float:
+        return random.random()
+
+
+class NumPyDicing(Dicing):
+    def dice(self) -> float:
+        return np.random.random()
+
+
+class OwnDicing(Dicing):
+    def dice(self) -> float:
+        return self.generator.random()
 
 
 class ByValue(nn.Module):
@@ -356,6 +386,32 @@ def test_what_cannot_be_mapped_runs_sequentially_and_says_why(
     assert module in line
     assert "sequential" in line
     assert reason in line
+
+
+def test_dice_are_thrown_for_each_step_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    experiment = tiny(models=[f"{__name__}:Dicing"], algorithm="fedavg")
+    throws = []
+    for engine in (SequentialEngine(), StackedEngine(), StackedEngine(record=True)):
+        simulation = play(Simulation(experiment, how=STACKED, engine=engine), 1)
+        Dicing.thrown.clear()
+        simulation.play_round(1, Channel())
+        throws.append(len(Dicing.thrown))
+    assert throws == [throws[0]] * 3
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 2  # of both stacked engines
+    assert all("one client at a time" in line and "Python's or NumPy's" in line for line in lines)
+
+
+@pytest.mark.parametrize("kind", [Dicing, NumPyDicing, OwnDicing])
+def test_a_trial_notices_dice_and_gives_them_back(kind: type[Dicing]) -> None:
+    module = kind((1, 8, 8), 10)
+    random.seed(0)
+    np.random.seed(0)
+    expected = random.random(), np.random.random()
+    random.seed(0)
+    np.random.seed(0)
+    assert StackedModule(module, torch.randn(4, 1, 8, 8)).obstacle == DICE
+    assert (random.random(), np.random.random()) == expected
 
 
 def twice(shape: tuple[int, ...], classes: int) -> nn.Sequential:

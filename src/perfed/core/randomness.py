@@ -10,10 +10,13 @@ and device, for one client and for a stack of clients.
 from __future__ import annotations
 
 import math
+import pickle
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -71,6 +74,26 @@ class _Watch(DispatchMode):
     ) -> Any:
         self.found |= is_random(operation, args, kwargs)
         return operation(*args, **(kwargs or {}))
+
+
+@contextmanager
+def dice_of(module: nn.Module) -> Iterator[Callable[[], bool]]:
+    """Says whether a network threw Python's or NumPy's own dice inside; the next numbers of both
+    are afterwards what they were. No engine has a stream for them."""
+    python, numpy = random.getstate(), np.random.get_state()
+    before = _dice(module)
+    try:
+        yield lambda: _dice(module) != before
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def _dice(module: nn.Module) -> bytes:
+    """The state of the generators that everybody shares, and of those that a network holds."""
+    kinds = random.Random | np.random.Generator | np.random.RandomState
+    held = [v for part in module.modules() for v in vars(part).values() if isinstance(v, kinds)]
+    return pickle.dumps((random.getstate(), np.random.get_state(), held))
 
 
 @contextmanager

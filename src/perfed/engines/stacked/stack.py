@@ -25,7 +25,7 @@ from perfed.core.gradients import check_sample_gradients, clipped_mean
 from perfed.core.inputs import precision_of
 from perfed.core.network import declared, head_outputs, outputs
 from perfed.core.predictor import What
-from perfed.core.randomness import addressed
+from perfed.core.randomness import addressed, dice_of
 from perfed.core.streams import uniform_indices_each
 from perfed.core.tree import Weights
 from perfed.engines.base import Sgd, Trained, private_draws, step_keys
@@ -48,6 +48,8 @@ PRECISE = Bounds(1e-6, 1e-6)
 ROUGH = Bounds(1e-2, 0.2)
 """In float32: differences grow with depth. What cannot be mapped is off by far more."""
 
+DICE = "it asks Python's or NumPy's generator for random numbers, which a recording would freeze"
+
 
 class StackedModule:
     """Copies of a module for training and for evaluation, with the rules for stacks."""
@@ -55,11 +57,12 @@ class StackedModule:
     def __init__(self, module: nn.Module, few: Tensor, head: str = "") -> None:
         self.head = head
         self._module, self._few = module, few
-        self._prepare(module, plan_of)
-        self.obstacle = self._obstacle(module, few)
-        if self.obstacle is not None and self.plans != {True: None, False: None}:
-            self._prepare(module, lambda copied: None)  # what a plan misses, vmap may not
+        with dice_of(module):  # to look at a module may throw them, too
+            self._prepare(module, plan_of)
             self.obstacle = self._obstacle(module, few)
+            if self.obstacle is not None and self.plans != {True: None, False: None}:
+                self._prepare(module, lambda copied: None)  # what a plan misses, vmap may not
+                self.obstacle = self._obstacle(module, few)
 
     @functools.cached_property
     def alone(self) -> LoneModule:
@@ -94,8 +97,9 @@ class StackedModule:
                 }
                 tensors = moved | dict(module.named_buffers())
                 # cuDNN has no gradients of recurrent layers in evaluation.
-                with torch.backends.cudnn.flags(enabled=False):
-                    return self._difference(module, tensors, x, bounds)
+                with torch.backends.cudnn.flags(enabled=False), dice_of(module) as were_thrown:
+                    difference = self._difference(module, tensors, x, bounds)
+                    return DICE if were_thrown() else difference
         except Exception as error:  # whatever a user's module can stumble over
             if "randomness" in str(error):
                 return "it draws random numbers in a way that has no stream for each client"
