@@ -15,12 +15,15 @@ from perfed.core.algorithm import Client
 from perfed.core.channel import Channel
 from perfed.core.message import Message
 from perfed.core.schema import from_mapping
+from perfed.engines.stacked import StackedEngine
 from perfed.engines.stacked.layers import Tensors
 from perfed.engines.stacked.plan import plan_of
 from perfed.engines.stacked.stack import StackedModule
 from perfed.runs.simulation import Simulation
 from tests.conftest import spec, tiny
 from tests.engines.test_layers import LAYERS, compare
+from tests.engines.test_sequences import GRU, PHRASES, SENSORS, TOKEN
+from tests.engines.test_sequences import experiment as sequences
 from tests.engines.test_training import BASE
 from tests.engines.test_training import SETTINGS as TRAININGS
 from tests.plugins.test_methods import CASES as METHODS
@@ -31,15 +34,27 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is 
 
 def losses(device: str, engine: str, **changes: Any) -> list[float]:
     """The test losses of all clients after three rounds."""
-    how = from_mapping(Execution, {"device": device, "engine": engine})
-    simulation = Simulation(tiny(**changes), how=how)
+    return losses_of(tiny(**changes), device=device, engine=engine)
+
+
+def losses_of(experiment: perfed.Experiment, **how: str) -> list[float]:
+    simulation = Simulation(experiment, how=from_mapping(Execution, how))
     channel = Channel()
     simulation.begin(channel)
     for round in range(3):
         simulation.play_round(round, channel)
+    if isinstance(simulation.engine, StackedEngine):
+        assert all(module.obstacle is None for module in simulation.engine._modules.values())
     messages = simulation.evaluation_messages(3)
     columns = simulation.population.evaluate(messages, 3)
     return [value for kind in columns.values() for value in kind["test_loss"].tolist()]
+
+
+def of_preset(name: str) -> perfed.Experiment:
+    """The last of its algorithms."""
+    comparison = perfed.load(name)
+    assert isinstance(comparison, perfed.Comparison)
+    return comparison.experiments()[-1]
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -57,6 +72,33 @@ def test_masks_are_the_same_on_every_engine_and_device(model: str) -> None:
     expected = losses("cpu", "sequential", models=models)
     for engine in ("sequential", "stacked"):
         assert losses("cuda", engine, models=models) == pytest.approx(expected, rel=1e-3)
+
+
+SEQUENCES = {
+    "gru": sequences(SENSORS, GRU),
+    "token-mean and token-gru": sequences(PHRASES, TOKEN),
+    "sensors-placements": of_preset("sensors-placements"),
+    "phrases-languages": of_preset("phrases-languages"),
+}
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+@pytest.mark.parametrize("engine", ["sequential", "stacked"])
+def test_sequences_and_tokens_on_the_gpu(name: str, engine: str) -> None:
+    expected = losses_of(SEQUENCES[name], device="cpu", engine="sequential")
+    found = losses_of(SEQUENCES[name], device="cuda", engine=engine)
+    assert found == pytest.approx(expected, rel=5e-3)
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_sequences_and_tokens_in_bf16(name: str) -> None:
+    """Rounding moves every client's loss a little, and their mean hardly."""
+    exact = np.array(losses_of(SEQUENCES[name], device="cuda", engine="sequential"))
+    for engine in ("sequential", "stacked"):
+        how = {"device": "cuda", "engine": engine, "precision": "bf16"}
+        rounded = np.array(losses_of(SEQUENCES[name], **how))
+        np.testing.assert_allclose(rounded, exact, rtol=0.05)
+        np.testing.assert_allclose(rounded.mean(), exact.mean(), rtol=0.01)
 
 
 @pytest.mark.parametrize("algorithm", ["perfed-ckt", "perfed-evidence", "fedfomo"])
