@@ -32,7 +32,7 @@ x = torch.randn(2, 6, 3, 8, 8)
 
 
 def results(kernels, training, first, diverged=None):
-    hopper.usable = lambda tensor: kernels
+    hopper.usable = hopper.normalises = lambda tensor: kernels
     torch.manual_seed(1)
     own = {name: torch.rand(2, *t.shape).to(t.dtype) for name, t in named}
     rest = {name: 2 * own[name] for name, _ in module.named_buffers()}
@@ -71,7 +71,7 @@ torch.testing.assert_close(rounded, moved.bfloat16())
 OTHERS = """
 import torch
 from torch.nn import functional as F
-from perfed.engines.stacked import hopper
+from perfed.engines.stacked import hopper, vendor
 
 torch.manual_seed(0)
 N = 2
@@ -132,6 +132,22 @@ for relu in (0, 1, 6):
         plain = plain + other if added else plain
         plain = plain.clamp(0, 6 if relu == 6 else None) if relu else plain
         same(norm.value(), plain, *([x, w, b, other] if added else [x, w, b]))
+hopper.normalises = lambda x: True
+vendor.PATCHES_AT_ONCE = 1  # one client after the other
+torch.backends.cudnn.allow_tf32 = False
+for channels, out, kernel, stride, padding, dilation in (
+    (16, 24, 3, 1, 1, 1), (20, 16, 3, 2, 1, 1), (24, 30, 5, 1, 2, 1), (140, 16, 2, 1, 0, 2),
+    (16, 16, 1, 2, 0, 1), (16, 16, 1, 1, 1, 1),
+):
+    x, w, b = leaf(N, 3, channels, 7, 7), leaf(N, out, channels, kernel, kernel), leaf(N, out)
+    geometry = (stride, stride), (padding, padding), (dilation, dilation)
+    assert vendor._is_product(x, w, geometry)
+    plain = each(lambda x, w, b: F.conv2d(x, w, b, stride, padding, dilation), x, w, b)
+    same(vendor.conv2d(x, w, b, geometry), plain, x, w, b)
+x = (torch.randn(N, 4, 24, 4, 4) + 1000).requires_grad_()  # in float32 their squares say nothing
+w, b = leaf(N, 24), leaf(N, 24)
+norm = hopper.batch_norm(x, w, b, [], 0.1, 1e-5, 4)
+same(norm.value(), each(lambda x, w, b: F.batch_norm(x, None, None, w, b, True), x, w, b), x, w, b)
 """
 
 COMPILED = """
@@ -140,6 +156,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from perfed.engines.stacked import triton_depthwise, triton_kernels, triton_norms
+from perfed.engines.stacked import triton_patches
 
 KINDS = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 
@@ -156,25 +173,26 @@ def compile(kernel, grid, *args, **options):
     triton.compile(ASTSource(kernel, kinds, options), target=GPUTarget("cuda", 90, 32), options=how)
 
 
-triton_depthwise.launch = triton_kernels.launch = triton_norms.launch = compile
-half = torch.bfloat16
-x, w = torch.zeros(1, 4, 8, 8, 64, dtype=half), torch.zeros(1, 64, 3, 3, dtype=half)
-for stride in (1, 2):
-    geometry = (stride, stride), (1, 1), (1, 1)
-    y, _ = triton_depthwise.depthwise_forward(x, w, None, geometry)
-    triton_depthwise.depthwise_input_grad(y, w, (8, 8), geometry)
-    triton_depthwise.depthwise_weight_grad(x, y, (3, 3), geometry)
-w = torch.zeros(1, 64)
-y, mean, inv = triton_norms.group_norm(x, w, w, 2, 1e-5, True)
-triton_norms.group_norm_backward(y, x, mean, inv, w, w, True)
+for module in (triton_depthwise, triton_kernels, triton_norms, triton_patches):
+    module.launch = compile
+for kind in KINDS:
+    x, w = torch.zeros(1, 4, 8, 8, 64, dtype=kind), torch.zeros(1, 64, 3, 3, dtype=kind)
+    for stride in (1, 2):
+        geometry = (stride, stride), (1, 1), (1, 1)
+        y, _ = triton_depthwise.depthwise_forward(x, w, None, geometry)
+        triton_depthwise.depthwise_input_grad(y, w, (8, 8), geometry)
+        triton_depthwise.depthwise_weight_grad(x, y, (3, 3), geometry)
+    w, mean, after = torch.zeros(1, 64), torch.zeros(1, 1, 64), triton_kernels.After(6)
+    triton_kernels.norm_stats(x, None, 4, [], 0.1, 1e-5)
+    y, _ = triton_kernels.norm_apply(x, mean, mean, w, w, 4, after, x)
+    triton_kernels.norm_backward(x, x, None, mean, mean, w, w, 4, after, y)
+    y, mean, inv = triton_norms.group_norm(x, w, w, 2, 1e-5, True)
+    triton_norms.group_norm_backward(y, x, mean, inv, w, w, True)
+triton_patches.patches(x, (3, 3), ((1, 1), (1, 1), (1, 1)))
 rows = torch.zeros(1, 40, 64)
 triton_norms.layer_norm(rows, w, w, 1e-5, torch.float32)
 triton_norms.layer_norm_backward(rows, rows, w, 1e-5)
-mean = torch.zeros(1, 1, 64)
-after = triton_kernels.After(6)
-y, _ = triton_kernels.norm_apply(x, mean, mean, w, w, 4, after, x)
-triton_kernels.norm_backward(x, x, None, mean, mean, w, w, 4, after, y)
-triton_kernels.descend(w, w, mean, w)
+triton_kernels.descend(w, w, torch.zeros(1), w)
 """
 
 

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call, no-any-return"
-"""Convolutions and norms of a stack on a Hopper GPU in half precision.
+"""Convolutions and norms of a stack on a Hopper GPU: in half precision, norms in float32 as well.
 
 Images are logically (n, b, c, h, w) and lie in memory as (n, b, h, w, c); convolution weights are
 logically (n, o, c, kh, kw) and lie as (n, o, kh, kw, c). What lies otherwise costs a copy.
@@ -34,19 +34,18 @@ LARGE = 1 << 16
 
 
 def usable(x: Tensor) -> bool:
-    return (
-        kernels is not None
-        and x.is_cuda
-        and x.dtype in (torch.bfloat16, torch.float16)
-        and x.numel() // x.shape[0] < 2**30  # offsets within a client are 32 bits wide
-        and _works(x.device)
-    )
+    return x.dtype in (torch.bfloat16, torch.float16) and normalises(x)
 
 
 def normalises(x: Tensor) -> bool:
-    """Whether the kernels for norms of vectors can be used, in float32 as well."""
-    kinds = (torch.float32, torch.bfloat16, torch.float16)
-    return kernels is not None and x.is_cuda and x.dtype in kinds and _works(x.device)
+    """Whether the kernels for norms can be used, in float32 as well."""
+    return (
+        kernels is not None
+        and x.is_cuda
+        and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and x.numel() // x.shape[0] < 2**30  # offsets within a client are 32 bits wide
+        and _works(x.device)
+    )
 
 
 @functools.cache

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from perfed.engines.stacked import hopper
+from perfed.engines.stacked import hopper, vendor
 from perfed.engines.stacked.hopper import Deferred
 from perfed.engines.stacked.mappable import unbiasing
 from perfed.engines.stacked.operations import (
@@ -26,7 +26,6 @@ from perfed.engines.stacked.operations import (
     apply,
     batch_last,
     conv2d_batch_last,
-    conv2d_by_columns,
     in_precision,
     max_of_pairs,
     output_size,
@@ -125,14 +124,12 @@ def conv2d(
         if y is not None:
             return y
     if x.is_cuda:
-        y = conv2d_by_columns(x, weight, *geometry)
-    else:
-        rows, columns = output_size(x.shape[3:], weight.shape[3:], geometry)
-        if weight[0, 0].numel() * rows * columns <= PATCHES_LIMIT:
-            return conv2d_batch_last(x, weight, bias, geometry)
-        pairs = zip(x, weight, strict=True)
-        y = torch.stack([F.conv2d(image, kernel, None, *geometry) for image, kernel in pairs])
-    assert y is not None
+        return vendor.conv2d(x, weight, bias, geometry, bias_grad=bias_grad)
+    rows, columns = output_size(x.shape[3:], weight.shape[3:], geometry)
+    if weight[0, 0].numel() * rows * columns <= PATCHES_LIMIT:
+        return conv2d_batch_last(x, weight, bias, geometry)
+    pairs = zip(x, weight, strict=True)
+    y = torch.stack([F.conv2d(image, kernel, None, *geometry) for image, kernel in pairs])
     return y if bias is None else y + bias[:, None, :, None, None].to(y.dtype)
 
 
@@ -143,6 +140,8 @@ def _grouped_conv2d(layer: nn.Conv2d, tensors: Tensors, at: str, x: Tensor) -> T
     geometry: tuple[Any, ...] = (layer.stride, layer.padding, layer.dilation)
     if layer.groups == layer.in_channels == layer.out_channels and hopper.usable(x):
         return hopper.depthwise(x, weight, bias, geometry)
+    if x.is_cuda:
+        return vendor.conv2d(x, weight, bias, geometry, layer.groups)
     n, batch = x.shape[:2]
     y = F.conv2d(
         x.transpose(0, 1).flatten(1, 2),
@@ -159,7 +158,7 @@ def _grouped_conv2d(layer: nn.Conv2d, tensors: Tensors, at: str, x: Tensor) -> T
 
 def _group_norm(layer: nn.GroupNorm, tensors: Tensors, at: str, x: Tensor) -> Tensor | Deferred:
     wide = (x.shape[0], 1, -1, *(1,) * (x.ndim - 3))
-    if layer.affine and x.ndim == 5 and hopper.usable(x):
+    if layer.affine and x.ndim == 5 and hopper.normalises(x):
         weight, bias = tensors[at + "weight"], tensors[at + "bias"]
         return hopper.group_norm(x, weight, bias, layer.num_groups, layer.eps)
     y = F.group_norm(x.flatten(0, 1), layer.num_groups, eps=layer.eps).view(x.shape)
@@ -196,7 +195,7 @@ def batch_norm(layer: nn.BatchNorm2d, tensors: Tensors, at: str, x: Tensor) -> T
     tracked = layer.running_mean is not None
     if tracked and not layer.training:
         statistics = tensors[at + "running_mean"], tensors[at + "running_var"]
-        if x.ndim == 5 and hopper.usable(x) and not torch.is_grad_enabled():
+        if x.ndim == 5 and hopper.normalises(x) and not torch.is_grad_enabled():
             return hopper.batch_norm_evaluating(x, weight, bias, *statistics, layer.eps)
         scale = weight * (statistics[1] + layer.eps).rsqrt()
         wide = (n, 1, channels, *(1,) * (x.ndim - 3))
@@ -208,7 +207,7 @@ def batch_norm(layer: nn.BatchNorm2d, tensors: Tensors, at: str, x: Tensor) -> T
         running = [(own[at + "running_mean"], own[at + "running_var"]) for own in owners]
         tensors.counters.extend(own[at + "num_batches_tracked"] for own in owners)
     first, momentum = tensors.first or x.shape[1], layer.momentum or 0.0
-    if x.ndim == 5 and hopper.usable(x):
+    if x.ndim == 5 and hopper.normalises(x):
         return hopper.batch_norm(x, weight, bias, running, momentum, layer.eps, first)
     if tensors.first is None:
         return _normalised(x, weight, bias, running, momentum, layer.eps)

@@ -97,34 +97,6 @@ def _windows(padded: Tensor, kernel: Pair, geometry: Geometry) -> Tensor:
     )
 
 
-def conv2d_by_columns(
-    x: Tensor,
-    weight: Tensor,
-    stride: tuple[int, ...],
-    padding: tuple[int, ...],
-    dilation: tuple[int, ...],
-) -> Tensor:
-    """A convolution as im2col and one batched matrix product, channels last in memory."""
-    n, out_channels, channels, height, width = weight.shape
-    x = F.pad(x, (padding[1], padding[1], padding[0], padding[0])).permute(0, 1, 3, 4, 2)
-    rows = (x.shape[2] - dilation[0] * (height - 1) - 1) // stride[0] + 1
-    columns = (x.shape[3] - dilation[1] * (width - 1) - 1) // stride[1] + 1
-    shifted = [
-        x[
-            :,
-            :,
-            u * dilation[0] : u * dilation[0] + stride[0] * (rows - 1) + 1 : stride[0],
-            v * dilation[1] : v * dilation[1] + stride[1] * (columns - 1) + 1 : stride[1],
-        ]
-        for u in range(height)
-        for v in range(width)
-    ]
-    patches = torch.cat(shifted, -1).reshape(n, -1, height * width * channels)
-    matrix = weight.permute(0, 3, 4, 2, 1).reshape(n, -1, out_channels)
-    y = torch.bmm(patches, matrix)
-    return y.reshape(n, -1, rows, columns, out_channels).permute(0, 1, 4, 2, 3)
-
-
 class BatchNorm(torch.autograd.Function):
     """(n, b, c, …) normalised over b and what follows c; also the mean and variance."""
 

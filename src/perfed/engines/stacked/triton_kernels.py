@@ -576,19 +576,21 @@ def _stats_kernel(x, part, first_rows, rows, chunks0, per_chunk, C,
     model = tl.program_id(1)
     c = tl.program_id(2) * BC + tl.arange(0, BC)
     x += model.to(tl.int64) * rows * C
+    shift = tl.load(x + start * C + c, mask=c < C, other=0.0).to(tl.float32)  # keeps squares small
     total = tl.zeros((BR, BC), tl.float32)
     square = tl.zeros((BR, BC), tl.float32)
     for r0 in range(start, end, BR):
         r = r0 + tl.arange(0, BR)
         mask = (r < end)[:, None] & (c < C)[None, :]
         v = tl.load(x + r[:, None] * C + c[None, :], mask=mask, other=0.0).to(tl.float32)
-        total += v
-        square += v * v
+        d = tl.where(mask, v - shift[None, :], 0.0)
+        total += d
+        square += d * d
     count = (end - start).to(tl.float32)
     mean = tl.sum(total, 0) / count
     m2 = tl.sum(square, 0) - count * mean * mean
     out = part + (model * tl.num_programs(0) + tl.program_id(0)) * 2 * C + c
-    tl.store(out, mean, mask=c < C)
+    tl.store(out, shift + mean, mask=c < C)
     tl.store(out + C, m2, mask=c < C)
 
 
