@@ -1,5 +1,8 @@
 # mypy: disable-error-code="no-untyped-call, no-any-return"
-"""Convolutions and norms of a stack on a Hopper GPU: in half precision, norms in float32 as well.
+"""Convolutions and norms of a stack on a Hopper GPU.
+
+In half precision; norms and depthwise convolutions in float32 as well (:mod:`.vendor` has the
+others).
 
 Images are logically (n, b, c, h, w) and lie in memory as (n, b, h, w, c); convolution weights are
 logically (n, o, c, kh, kw) and lie as (n, o, kh, kw, c). What lies otherwise costs a copy.
@@ -38,7 +41,8 @@ def usable(x: Tensor) -> bool:
 
 
 def normalises(x: Tensor) -> bool:
-    """Whether the kernels for norms can be used, in float32 as well."""
+    """Whether the kernels without matrix products can be used, for norms and depthwise
+    convolutions: in float32 as well."""
     return (
         kernels is not None
         and x.is_cuda

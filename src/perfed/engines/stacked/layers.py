@@ -138,7 +138,7 @@ def _grouped_conv2d(layer: nn.Conv2d, tensors: Tensors, at: str, x: Tensor) -> T
     x, weight = in_precision(x, tensors[at + "weight"])
     bias = None if layer.bias is None else tensors[at + "bias"]
     geometry: tuple[Any, ...] = (layer.stride, layer.padding, layer.dilation)
-    if layer.groups == layer.in_channels == layer.out_channels and hopper.usable(x):
+    if layer.groups == layer.in_channels == layer.out_channels and hopper.normalises(x):
         return hopper.depthwise(x, weight, bias, geometry)
     if x.is_cuda:
         return vendor.conv2d(x, weight, bias, geometry, layer.groups)

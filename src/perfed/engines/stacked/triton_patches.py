@@ -20,11 +20,13 @@ def _patches_kernel(
     x, out, rows, C, taps, TH, TW, SH, SW, KW, blocks,
     stride_h, stride_w, pad_h, pad_w, dil_h, dil_w, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Some places of one tap, from images of SH×SW; places are TH×TW."""
+    """Some places of one tap, from images of SH×SW; places are TH×TW. All taps of the same places
+    run at the same time: they read the same pixels."""
     model = tl.program_id(1).to(tl.int64)
-    tap = tl.program_id(2) // blocks
-    c = tl.program_id(2) % blocks * BC + tl.arange(0, BC)
-    r = tl.program_id(0) * BR + tl.arange(0, BR)
+    part = tl.program_id(0) % (taps * blocks)
+    tap = part // blocks
+    c = part % blocks * BC + tl.arange(0, BC)
+    r = tl.program_id(0) // (taps * blocks) * BR + tl.arange(0, BR)
     h = r // TW % TH * stride_h - pad_h + tap // KW * dil_h
     w = r % TW * stride_w - pad_w + tap % KW * dil_w
     known = (r < rows)[:, None] & (c < C)[None, :]
@@ -46,7 +48,7 @@ def patches(x: Tensor, kernel: Pair, geometry: Geometry) -> Tensor:
     br, blocks = 2048 // bc, triton.cdiv(c, bc)
     stride, padding, dilation = geometry
     launch(
-        _patches_kernel, (triton.cdiv(rows, br), n, taps * blocks), x, out, rows, c, taps,
+        _patches_kernel, (triton.cdiv(rows, br) * taps * blocks, n), x, out, rows, c, taps,
         *size, height, width, kernel[1], blocks, *stride, *padding, *dilation, BR=br, BC=bc,
         num_warps=4,
     )  # fmt: skip

@@ -12,7 +12,9 @@ measurements behind it: ``benchmarks/single_precision.py``.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from perfed.engines.stacked import hopper
-from perfed.engines.stacked.operations import Geometry, Pair, apply, output_size
+from perfed.engines.stacked.operations import Geometry, apply, output_size
 
 try:
     from perfed.engines.stacked.triton_patches import patches
@@ -28,8 +30,8 @@ except ImportError:  # no Triton on this machine
     patches = None  # type: ignore[assignment]
 
 STREAMS = 4
-LEAST_CHANNELS = 16
-"""From which gathering patches is worth it."""
+SMALL_PATCH = 64
+"""Up to which the gradient of the weights is a product, too: a first layer's few channels."""
 PATCHES_AT_ONCE = 1 << 28
 """Entries, over all clients; of one client there may be more."""
 ROWS_OF_A_SHARE = 1024
@@ -81,8 +83,7 @@ class Convolution(torch.autograd.Function):
         # The gradient of a gradient is cuDNN's: our products have none.
         if ctx.groups == 1 and not torch.is_grad_enabled():
             dx = _input_gradient(grads[0], weight, ctx.geometry) if of_x else None
-            if of_weight and _is_pointwise(weight, ctx.geometry):
-                dw = _pointwise_gradient(grads[0], x)
+            dw = _weight_gradient(grads[0], x, weight, ctx.geometry) if of_weight else None
         wanted = of_x and dx is None, of_weight and dw is None
         others = _gradients(grads[0], x, weight, ctx.geometry, ctx.groups, wanted)
         return others[0] if dx is None else dx, others[1] if dw is None else dw, None, None
@@ -126,26 +127,31 @@ def _is_product(x: Tensor, weight: Tensor, geometry: Geometry) -> bool:
     if _is_pointwise(weight, geometry):
         return True
     exact = x.dtype == torch.float32 and not torch.backends.cudnn.allow_tf32
-    return exact and x.shape[2] >= LEAST_CHANNELS and hopper.normalises(x)
+    return exact and hopper.normalises(x)
 
 
 def _by_product(x: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
-    images, matrices = _in_memory(x), _in_memory(weight).flatten(2).mT
-    kernel: Pair = (weight.shape[3], weight.shape[4])
-    size = output_size(x.shape[3:], kernel, geometry)
+    pointwise = _is_pointwise(weight, geometry)  # then a matrix lies right either way
+    matrices = (weight if pointwise else _in_memory(weight)).flatten(2).mT
+    size = output_size(x.shape[3:], weight.shape[3:], geometry)
     y = _empty(x, (*x.shape[:2], weight.shape[1], *size))
     rows = _in_memory(y).flatten(1, 3)
-    pointwise = _is_pointwise(weight, geometry)
-    at_once = len(x) if pointwise else _clients_at_once(rows.shape[1] * matrices.shape[1])
-    for start in range(0, len(x), at_once):
-        part = slice(start, start + at_once)
-        seen = images[part].flatten(1, 3) if pointwise else patches(images[part], kernel, geometry)
+    for part, seen in _patches(x, weight, geometry):
         torch.bmm(seen, matrices[part], out=rows[part])
     return y
 
 
-def _clients_at_once(entries: int) -> int:
-    return max(1, PATCHES_AT_ONCE // entries)
+def _patches(x: Tensor, weight: Tensor, geometry: Geometry) -> Iterator[tuple[slice, Tensor]]:
+    """What a kernel sees of some clients' images at each of its places, (n, places, kh·kw·c)."""
+    images, kernel = _in_memory(x), (weight.shape[3], weight.shape[4])
+    if _is_pointwise(weight, geometry):
+        yield slice(None), images.flatten(1, 3)
+        return
+    places = math.prod(output_size(x.shape[3:], kernel, geometry))
+    at_once = max(1, PATCHES_AT_ONCE // (x.shape[1] * places * weight[0, 0].numel()))
+    for start in range(0, len(x), at_once):
+        part = slice(start, start + at_once)
+        yield part, patches(images[part], kernel, geometry)
 
 
 def _input_gradient(grad: Tensor, weight: Tensor, geometry: Geometry) -> Tensor | None:
@@ -153,15 +159,28 @@ def _input_gradient(grad: Tensor, weight: Tensor, geometry: Geometry) -> Tensor 
     stride, padding, dilation = geometry
     around = [d * (k - 1) - p for d, k, p in zip(dilation, weight.shape[3:], padding, strict=True)]
     back: Geometry = ((1, 1), (around[0], around[1]), dilation)
-    mirrored = weight.transpose(1, 2).flip(3, 4)
+    mirrored = weight.transpose(1, 2)
+    if mirrored.shape[3:] != (1, 1):
+        mirrored = mirrored.flip(3, 4)
     if stride != (1, 1) or min(around) < 0 or not _is_product(grad, mirrored, back):
         return None
     return _by_product(grad, mirrored, back)
 
 
-def _pointwise_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """Of a 1×1 kernel. The sum over many rows is cut into shares, for cuBLAS does not."""
-    left, right = _in_memory(grad).flatten(1, 3), _in_memory(x).flatten(1, 3)
+def _weight_gradient(grad: Tensor, x: Tensor, weight: Tensor, geometry: Geometry) -> Tensor | None:
+    """As a product with the patches; None where cuDNN is faster."""
+    small = weight[0, 0].numel() <= SMALL_PATCH and _is_product(x, weight, geometry)
+    if not (small or _is_pointwise(weight, geometry)):
+        return None
+    rows = _in_memory(grad).flatten(1, 3)
+    parts = [_over_rows(rows[part], seen) for part, seen in _patches(x, weight, geometry)]
+    n, out, channels, height, width = weight.shape
+    return torch.cat(parts).view(n, out, height, width, channels).permute(0, 1, 4, 2, 3)
+
+
+def _over_rows(left: Tensor, right: Tensor) -> Tensor:
+    """(n, r, o) and (n, r, c) to (n, o, c). The sum over many rows is cut into shares, for cuBLAS
+    would leave most of a GPU idle."""
     n, rows, out = left.shape
     shares = 1
     while (
@@ -170,10 +189,9 @@ def _pointwise_gradient(grad: Tensor, x: Tensor) -> Tensor:
         and n * shares * out * right.shape[2] < ENTRIES_ENOUGH
     ):
         shares *= 2
-    parts = [t.reshape(n * shares, rows // shares, -1) for t in (left, right)]
-    product = torch.bmm(parts[0].mT, parts[1]).view(n, shares, out, 1, 1, -1)
-    whole = product.sum(1) if shares > 1 else product.squeeze(1)
-    return whole.permute(0, 1, 4, 2, 3)
+    cut = [t.reshape(n * shares, rows // shares, -1) for t in (left, right)]
+    products = torch.bmm(cut[0].mT, cut[1])
+    return products.view(n, shares, out, -1).sum(1) if shares > 1 else products
 
 
 def _in_memory(x: Tensor) -> Tensor:
@@ -201,11 +219,25 @@ def _side_by_side(work: Callable[[int], None], stack: Tensor) -> None:
     streams = _streams(stack.device)
     for stream in streams:
         stream.wait_stream(now)
-    for client in range(len(stack)):
-        with torch.cuda.stream(streams[client % len(streams)]):
-            work(client)
+    with _repeatable():
+        for client in range(len(stack)):
+            with torch.cuda.stream(streams[client % len(streams)]):
+                work(client)
     for stream in streams:
         now.wait_stream(stream)
+
+
+@contextmanager
+def _repeatable() -> Iterator[None]:
+    """Inside, cuDNN computes the same in every run: it does not choose by timing, and sums in a
+    fixed order."""
+    cudnn = torch.backends.cudnn
+    before = cudnn.benchmark, cudnn.deterministic
+    cudnn.benchmark, cudnn.deterministic = False, True
+    try:
+        yield
+    finally:
+        cudnn.benchmark, cudnn.deterministic = before
 
 
 @functools.cache
