@@ -15,6 +15,7 @@ from perfed.core.algorithm import Client
 from perfed.core.channel import Channel
 from perfed.core.message import Message
 from perfed.core.schema import from_mapping
+from perfed.engines.precision import PRECISIONS
 from perfed.engines.stacked import StackedEngine
 from perfed.engines.stacked.layers import Tensors
 from perfed.engines.stacked.plan import plan_of
@@ -26,6 +27,8 @@ from tests.engines.test_sequences import GRU, PHRASES, SENSORS, TOKEN
 from tests.engines.test_sequences import experiment as sequences
 from tests.engines.test_training import BASE
 from tests.engines.test_training import SETTINGS as TRAININGS
+from tests.engines.test_vendor import SHAPES as CONVOLUTIONS
+from tests.engines.test_vendor import by_pytorch, by_vendor, leaves
 from tests.plugins.test_methods import CASES as METHODS
 from tests.plugins.test_methods import case
 
@@ -230,6 +233,33 @@ def test_the_kernels_give_what_pytorch_gives() -> None:
     (wanted,) = torch.autograd.grad(plain.square().mean(), module[0].weight)
     torch.testing.assert_close(fast.float(), plain, rtol=0.05, atol=0.05)
     assert (found.sum(0) - wanted).norm() < 0.1 * wanted.norm()
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+@pytest.mark.parametrize(("precision", "tolerance"), [("float32", 2e-6), ("tf32", 2e-3)])
+def test_the_vendors_convolutions(name: str, precision: str, tolerance: float) -> None:
+    """In single precision; float32 is no tf32."""
+    exact = leaves(CONVOLUTIONS[name])
+    plain = by_pytorch(name, *exact)
+    weigh = torch.randn_like(plain)
+    wanted = [plain, *torch.autograd.grad((plain * weigh).sum(), exact)]
+    on_gpu = [t.detach().float().cuda().requires_grad_() for t in exact]
+    with PRECISIONS[precision].active(torch.device("cuda")):
+        fast = by_vendor(name, *on_gpu)
+        found = [fast, *torch.autograd.grad((fast * weigh.float().cuda()).sum(), on_gpu)]
+    for one, other in zip(found, wanted, strict=True):
+        assert (one.double().cpu() - other).norm() <= tolerance * other.norm()
+
+
+@pytest.mark.parametrize("precision", ["float32", "tf32", "bf16"])
+def test_a_run_on_the_gpu_can_be_repeated(precision: str) -> None:
+    """To the bit."""
+    data = {"name": "npz", "path": str(noise()), "public": 0}
+    training = {"steps": 3, "batch_size": 16, "public_batch_size": 16, "learning_rate": 0.01}
+    networks = ["resnet4", "mobilenet-v2"]
+    experiment = tiny(data=data, models=networks, partition="iid", training=training)
+    how = {"device": "cuda", "engine": "stacked", "precision": precision}
+    assert losses_of(experiment, **how) == losses_of(experiment, **how)
 
 
 @pytest.mark.parametrize("name", ["vgg11-bn", "vgg13", "cnn"])

@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from perfed.engines.stacked import vendor
-from perfed.engines.stacked.operations import apply
 
 # channels, out, kernel, stride, padding, dilation, groups
 SHAPES = {
@@ -25,9 +24,22 @@ SHAPES = {
 
 
 def leaves(shape: tuple[int, ...]) -> list[Tensor]:
+    """Images, weights and biases of three clients."""
     channels, out, kernel, *_, groups = shape
     sizes = (3, 4, channels, 8, 8), (3, out, channels // groups, kernel, kernel), (3, out)
     return [torch.randn(size, dtype=torch.float64).requires_grad_() for size in sizes]
+
+
+def by_pytorch(name: str, *stacked: Tensor) -> Tensor:
+    *_, stride, padding, dilation, groups = SHAPES[name]
+    each = zip(*stacked, strict=True)
+    return torch.stack([F.conv2d(*one, stride, padding, dilation, groups) for one in each])
+
+
+def by_vendor(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    *_, stride, padding, dilation, groups = SHAPES[name]
+    geometry = ((stride, stride), (padding, padding), (dilation, dilation))
+    return vendor.conv2d(x, weight, bias, geometry, groups)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -36,13 +48,9 @@ def test_a_convolution_is_what_pytorch_gives(
     name: str, inputs_learn: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vendor, "ROWS_OF_A_SHARE", 64)  # four shares of 256 rows
-    *_, stride, padding, dilation, groups = SHAPES[name]
     x, weight, bias = leaves(SHAPES[name])
     x = x.requires_grad_(inputs_learn)
-    geometry = ((stride, stride), (padding, padding), (dilation, dilation))
-    found = vendor.conv2d(x, weight, bias, geometry, groups)
-    each = zip(x, weight, bias, strict=True)
-    plain = torch.stack([F.conv2d(*one, stride, padding, dilation, groups) for one in each])
+    found, plain = by_vendor(name, x, weight, bias), by_pytorch(name, x, weight, bias)
     torch.testing.assert_close(found, plain)
     weigh = torch.randn_like(plain)
     learning = [x, weight, bias] if inputs_learn else [weight, bias]
@@ -55,13 +63,10 @@ def test_a_convolution_is_what_pytorch_gives(
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_gradients_have_gradients(name: str) -> None:
-    *_, stride, padding, dilation, groups = SHAPES[name]
     x, weight, _ = leaves(SHAPES[name])
-    geometry = ((stride, stride), (padding, padding), (dilation, dilation))
 
     def convolution(x: Tensor, weight: Tensor) -> Tensor:
-        y: Tensor = apply(vendor.Convolution, x, weight, geometry, groups)
-        return y
+        return by_vendor(name, x, weight, None)
 
     assert torch.autograd.gradgradcheck(convolution, (x[:1, :1, :, :4, :4], weight[:1]))
 
@@ -69,8 +74,7 @@ def test_gradients_have_gradients(name: str) -> None:
 def test_what_a_convolution_gives_may_be_changed_in_place() -> None:
     for name in ("3×3", "1×1"):
         x, weight, _ = leaves(SHAPES[name])
-        geometry = ((1, 1), (SHAPES[name][4],) * 2, (1, 1))
-        y = vendor.conv2d(x, weight, None, geometry)
+        y = by_vendor(name, x, weight, None)
         torch.autograd.grad(y.add_(1).square().sum(), [x, weight])
 
 
