@@ -201,6 +201,20 @@ def profile_networks() -> str:
     return "\n".join([*lines, "", machine(record["environment"])])
 
 
+def single_precision() -> str:
+    """Steps in float32 and tf32, by what the GPU's libraries make of the same shapes."""
+    record = result("single_precision_h200")
+    lines = [
+        "| | precision | a step, ms | the libraries' best, ms | ratio |",
+        "|---|---|---|---|---|",
+    ]
+    for network in record["networks"].values():
+        for precision, row in network["precisions"].items():
+            numbers = f"{row['step_ms']:.1f} | {row['floor_ms']:.1f} | {row['ratio']:.2f}"
+            lines.append(f"| {network['title']} | {precision} | {numbers} |")
+    return "\n".join([*lines, "", machine(record["environment"])])
+
+
 def networks(name: str) -> str:
     """Networks × engines × precisions: ms of a step, the lightest network first."""
     record = result(name)
@@ -388,6 +402,7 @@ BLOCKS = {
     "profile": profile,
     "profile-networks": profile_networks,
     "networks-h200": lambda: networks("networks_h200"),
+    "single-precision": single_precision,
     "table1-time": table1_time,
     "bf16": bf16,
     "scale": scale,
