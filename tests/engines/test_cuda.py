@@ -1,6 +1,7 @@
 """Where there is a GPU, every algorithm gives there what it gives on the CPU."""
 
 import functools
+import gc
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -294,6 +295,7 @@ def test_clients_beyond_the_memory_of_the_gpu_take_turns(caplog: pytest.LogCaptu
     torch.cuda.reset_peak_memory_stats()
     whole = losses("cuda", "stacked", **work)
     share = torch.cuda.max_memory_reserved() / torch.cuda.get_device_properties(0).total_memory
+    gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(share / 2)
     try:

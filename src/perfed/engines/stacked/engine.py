@@ -12,6 +12,7 @@ whose closure hides what may differ by client.
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -264,6 +265,7 @@ class StackedEngine(LocalEngine):
                 "help"
             )
         self.recordings.clear()
+        gc.collect()  # what is left of a recording that failed refers to itself
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         half = -(-held // 2)
