@@ -137,7 +137,7 @@ vendor.PATCHES_AT_ONCE = 1  # one client after the other
 torch.backends.cudnn.allow_tf32 = False
 for channels, out, kernel, stride, padding, dilation in (
     (16, 24, 3, 1, 1, 1), (20, 16, 3, 2, 1, 1), (24, 30, 5, 1, 2, 1), (140, 16, 2, 1, 0, 2),
-    (16, 16, 1, 2, 0, 1), (16, 16, 1, 1, 1, 1),
+    (16, 16, 1, 2, 0, 1), (16, 16, 1, 1, 1, 1), (3, 8, 3, 1, 1, 1), (16, 8, 3, 1, 4, 1),
 ):
     x, w, b = leaf(N, 3, channels, 7, 7), leaf(N, out, channels, kernel, kernel), leaf(N, out)
     geometry = (stride, stride), (padding, padding), (dilation, dilation)
@@ -188,7 +188,7 @@ for kind in KINDS:
     triton_kernels.norm_backward(x, x, None, mean, mean, w, w, 4, after, y)
     y, mean, inv = triton_norms.group_norm(x, w, w, 2, 1e-5, True)
     triton_norms.group_norm_backward(y, x, mean, inv, w, w, True)
-triton_patches.patches(x, (3, 3), ((1, 1), (1, 1), (1, 1)))
+triton_patches.patches(x, (3, 3), (8, 8), ((1, 1), (1, 1), (1, 1)))
 rows = torch.zeros(1, 40, 64)
 triton_norms.layer_norm(rows, w, w, 1e-5, torch.float32)
 triton_norms.layer_norm_backward(rows, rows, w, 1e-5)

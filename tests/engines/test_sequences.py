@@ -21,12 +21,12 @@ from perfed.engines.stacked import StackedEngine
 from perfed.runs.simulation import Simulation
 from tests.conftest import SEQUENTIAL, STACKED, TINY, spec, tiny
 from tests.engines.test_stacked import assert_same, play, recording
-from tests.plugins.test_stages import EIGHT_BIT
 from tests.runs.test_own import Stop
 
 SMALL = {"clients": 6, "each": 12, "public": 20}
 SENSORS = {"name": "sensors", **SMALL}
 PHRASES = {"name": "phrases", **SMALL}
+EIGHT_BIT = f"{Path(__file__).parents[1]}/plugins/eight_bit.py:EightBit"
 GRU = [{"name": "gru", "hidden": 4}, {"name": "gru", "hidden": 3, "both_ways": True}]
 TOKEN = [
     {"name": "token-mean", "width": 4, "padding": 0, "dropout": 0.2},

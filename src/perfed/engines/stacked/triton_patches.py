@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from perfed.engines.stacked.triton_kernels import Geometry, Pair, _output_size, jit, launch, pow2
+from perfed.engines.stacked.triton_kernels import Geometry, Pair, jit, launch, pow2
 
 _SIZES = [
     "rows", "taps", "TH", "TW", "SH", "SW", "KW", "blocks", "stride_h", "stride_w", "pad_h",
@@ -38,10 +38,10 @@ def _patches_kernel(
     tl.store(out + r.to(tl.int64)[:, None] * taps * C + tap * C + c[None, :], value, mask=known)
 
 
-def patches(x: Tensor, kernel: Pair, geometry: Geometry) -> Tensor:
-    """Of images (n, B, H, W, C): (n, places, kh·kw·C)."""
+def patches(x: Tensor, kernel: Pair, size: Pair, geometry: Geometry) -> Tensor:
+    """Of images (n, B, H, W, C), at places of this size: (n, places, kh·kw·C). Padding and dilation
+    may be negative: so a gradient's patches are seen."""
     n, batch, height, width, c = x.shape
-    size = _output_size((height, width), kernel, geometry)
     rows, taps = batch * size[0] * size[1], kernel[0] * kernel[1]
     out = x.new_empty(n, rows, taps * c)
     bc = min(128, pow2(c))

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from perfed.engines.stacked import hopper
-from perfed.engines.stacked.operations import Geometry, apply, output_size
+from perfed.engines.stacked.operations import Geometry, Pair, apply, output_size
 
 try:
     from perfed.engines.stacked.triton_patches import patches
@@ -64,7 +64,7 @@ class Convolution(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.geometry, ctx.groups = geometry, groups
         if groups == 1 and _is_product(x, weight, geometry):
-            return _by_product(x, weight, geometry)
+            return _product(x, weight, geometry)
         x, weight = _channels_last(x), _channels_last(weight)
         size = output_size(x.shape[3:], weight.shape[3:], geometry)
         y = _empty(x, (*x.shape[:2], weight.shape[1], *size))
@@ -82,7 +82,7 @@ class Convolution(torch.autograd.Function):
         dx = dw = None
         # The gradient of a gradient is cuDNN's: our products have none.
         if ctx.groups == 1 and not torch.is_grad_enabled():
-            dx = _input_gradient(grads[0], weight, ctx.geometry) if of_x else None
+            dx = _input_gradient(grads[0], x, weight, ctx.geometry) if of_x else None
             dw = _weight_gradient(grads[0], x, weight, ctx.geometry) if of_weight else None
         wanted = of_x and dx is None, of_weight and dw is None
         others = _gradients(grads[0], x, weight, ctx.geometry, ctx.groups, wanted)
@@ -130,41 +130,21 @@ def _is_product(x: Tensor, weight: Tensor, geometry: Geometry) -> bool:
     return exact and hopper.normalises(x)
 
 
-def _by_product(x: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
-    pointwise = _is_pointwise(weight, geometry)  # then a matrix lies right either way
-    matrices = (weight if pointwise else _in_memory(weight)).flatten(2).mT
+def _product(x: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
     size = output_size(x.shape[3:], weight.shape[3:], geometry)
-    y = _empty(x, (*x.shape[:2], weight.shape[1], *size))
-    rows = _in_memory(y).flatten(1, 3)
-    for part, seen in _patches(x, weight, geometry):
-        torch.bmm(seen, matrices[part], out=rows[part])
-    return y
+    matrices = _in_memory(weight).flatten(2).mT
+    return _multiplied(x, matrices, weight, size, geometry)
 
 
-def _patches(x: Tensor, weight: Tensor, geometry: Geometry) -> Iterator[tuple[slice, Tensor]]:
-    """What a kernel sees of some clients' images at each of its places, (n, places, kh·kw·c)."""
-    images, kernel = _in_memory(x), (weight.shape[3], weight.shape[4])
-    if _is_pointwise(weight, geometry):
-        yield slice(None), images.flatten(1, 3)
-        return
-    places = math.prod(output_size(x.shape[3:], kernel, geometry))
-    at_once = max(1, PATCHES_AT_ONCE // (x.shape[1] * places * weight[0, 0].numel()))
-    for start in range(0, len(x), at_once):
-        part = slice(start, start + at_once)
-        yield part, patches(images[part], kernel, geometry)
-
-
-def _input_gradient(grad: Tensor, weight: Tensor, geometry: Geometry) -> Tensor | None:
-    """As a product, of the gradient's patches; None where it is not one, or a slow one."""
+def _input_gradient(grad: Tensor, x: Tensor, weight: Tensor, geometry: Geometry) -> Tensor | None:
+    """As a product with the gradient's patches, which lie the other way round; None where it is no
+    product, or a slow one."""
     stride, padding, dilation = geometry
-    around = [d * (k - 1) - p for d, k, p in zip(dilation, weight.shape[3:], padding, strict=True)]
-    back: Geometry = ((1, 1), (around[0], around[1]), dilation)
-    mirrored = weight.transpose(1, 2)
-    if mirrored.shape[3:] != (1, 1):
-        mirrored = mirrored.flip(3, 4)
-    if stride != (1, 1) or min(around) < 0 or not _is_product(grad, mirrored, back):
+    if stride != (1, 1) or not _is_product(grad, weight, geometry):
         return None
-    return _by_product(grad, mirrored, back)
+    back: Geometry = (stride, (-padding[0], -padding[1]), (-dilation[0], -dilation[1]))
+    matrices = _in_memory(weight).permute(0, 2, 3, 1, 4).flatten(1, 3)
+    return _multiplied(grad, matrices, weight, (x.shape[3], x.shape[4]), back)
 
 
 def _weight_gradient(grad: Tensor, x: Tensor, weight: Tensor, geometry: Geometry) -> Tensor | None:
@@ -173,9 +153,36 @@ def _weight_gradient(grad: Tensor, x: Tensor, weight: Tensor, geometry: Geometry
     if not (small or _is_pointwise(weight, geometry)):
         return None
     rows = _in_memory(grad).flatten(1, 3)
-    parts = [_over_rows(rows[part], seen) for part, seen in _patches(x, weight, geometry)]
+    size = grad.shape[3], grad.shape[4]
+    parts = [_over_rows(rows[part], seen) for part, seen in _patches(x, weight, size, geometry)]
     n, out, channels, height, width = weight.shape
     return torch.cat(parts).view(n, out, height, width, channels).permute(0, 1, 4, 2, 3)
+
+
+def _multiplied(
+    x: Tensor, matrices: Tensor, weight: Tensor, size: Pair, geometry: Geometry
+) -> Tensor:
+    """The patches of all clients times (n, kh·kw·c, o): (n, b, o, *size)."""
+    y = _empty(x, (*x.shape[:2], matrices.shape[2], *size))
+    rows = _in_memory(y).flatten(1, 3)
+    for part, seen in _patches(x, weight, size, geometry):
+        torch.bmm(seen, matrices[part], out=rows[part])
+    return y
+
+
+def _patches(
+    x: Tensor, weight: Tensor, size: Pair, geometry: Geometry
+) -> Iterator[tuple[slice, Tensor]]:
+    """What a kernel sees of some clients' images at each of its places, (n, places, kh·kw·c)."""
+    images, kernel = _in_memory(x), (weight.shape[3], weight.shape[4])
+    if _is_pointwise(weight, geometry):
+        yield slice(None), images.flatten(1, 3)
+        return
+    entries = x[0, :, :, 0, 0].numel() * math.prod(kernel) * math.prod(size)  # of one client
+    at_once = max(1, PATCHES_AT_ONCE // entries)
+    for start in range(0, len(x), at_once):
+        part = slice(start, start + at_once)
+        yield part, patches(images[part], kernel, size, geometry)
 
 
 def _over_rows(left: Tensor, right: Tensor) -> Tensor:
