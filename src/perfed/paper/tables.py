@@ -97,7 +97,8 @@ class TableRun:
         )
 
     def name(self, spec: Mapping[str, Any], fraction: float, seed: int) -> str:
-        method = "-".join(str(spec[key]) for key in ("name", "clusters") if key in spec)
+        telling = ("name", "clusters", "fallback")
+        method = "-".join(str(spec[key]) for key in telling if key in spec)
         how = self.settings if self.selection == "uniform" else f"{self.settings}-{self.selection}"
         return f"{how}-C{fraction:.3g}-{method}-seed{seed}"
 
