@@ -49,12 +49,15 @@ def assert_equal(left: list[dict], right: list[dict]) -> None:
         {"name": "hypcluster", "clusters": 1},
         {"name": "per-fedavg", "inner_rate": 0},
         {"name": "feddf", "steps": 0},
+        {"name": "fedavg-ft"},  # its global part
+        {"name": "fedavg-ft", "tuning_steps": 0},
         {"name": "ditto"},  # its global part
     ],
 )
 def test_these_are_fedavg_to_the_bit(algorithm: dict) -> None:
     reference = models(after(3, "fedavg"), "global")
-    kind = "personal" if algorithm["name"] == "hypcluster" else "global"
+    own = algorithm["name"] == "hypcluster" or algorithm.get("tuning_steps") == 0
+    kind = "personal" if own else "global"
     assert_equal(models(after(3, algorithm), kind), reference)
 
 

@@ -152,6 +152,18 @@ def test_fedavg() -> None:
         assert_equal(world.evaluated(0, t)["global"], x)
 
 
+def test_fedavg_ft() -> None:
+    world = World("fedavg-ft", tuning_steps=4)
+    x = world.initial()
+    for t, drawn in world.rounds(2):
+        x = world.mean({k: descend(x, world.batches(k, t), rate_in(t)) for k in drawn})
+        for k in range(CLIENTS):
+            evaluated = world.evaluated(k, t)
+            assert_equal(evaluated["global"], x)
+            own = world.batches(k, t, steps=4, stream=1)
+            assert_equal(evaluated["personal"], descend(x, own, rate_in(t)))
+
+
 def test_fedprox() -> None:
     world = World("fedprox", proximal=0.7)
     x = world.initial()

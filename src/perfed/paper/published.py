@@ -54,6 +54,10 @@ ONE_MODEL = (2150.0, 3120.0)
 
 MAJORITY = Row("majority label", {"name": "majority"}, "personal", None)
 """Not in the paper: how far naming each client's most frequent label goes."""
+FEDAVG_FT = Row("FedAvg-FT", {"name": "fedavg-ft"}, "personal", None)
+"""Not in the paper: the plainest personalization."""
+SUCCESSOR = Row("PerFed-Evidence", {"name": "perfed-evidence"}, "personal", None)
+"""Not in the paper: see docs/successor.md."""
 
 # As many candidates as there are models: the paper's cost says that all m are sent.
 FEDFOMO = {"name": "fedfomo", "candidates": 15}
@@ -64,6 +68,7 @@ TABLE_1 = (
     MAJORITY,
     Row("local training", {"name": "local"}, "personal", ((64.02, 0.48), (64.02, 0.48))),
     Row("FedAvg", {"name": "fedavg"}, "global", ((15.53, 1.42), (20.00, 2.66)), ONE_MODEL),
+    FEDAVG_FT,
     Row("FedProx", {"name": "fedprox"}, "global", ((13.64, 1.23), (16.71, 1.79)), ONE_MODEL),
     Row("Scaffold", {"name": "scaffold"}, "global", ((12.92, 1.46), (16.41, 1.14)), ONE_MODEL),
     Row("FedDF", {"name": "feddf"}, "global", ((15.18, 1.18), (17.09, 1.54)), ONE_MODEL),
@@ -93,6 +98,7 @@ TABLE_1 = (
     _perfed_ckt(2, (73.33, 0.26), (70.86, 0.73)),
     _perfed_ckt(3, (74.31, 0.40), (76.74, 0.71)),
     _perfed_ckt(4, (72.67, 0.31), (73.52, 1.15)),
+    SUCCESSOR,
 )
 
 TABLE_2 = (
@@ -103,6 +109,7 @@ TABLE_2 = (
     _perfed_ckt(2, (72.25, 0.17), (76.14, 0.73)),
     _perfed_ckt(3, (71.84, 0.40), (76.02, 0.66)),
     _perfed_ckt(4, (70.01, 0.31), (73.14, 0.61)),
+    SUCCESSOR,
 )
 
 WEIGHT = 2.0
