@@ -292,7 +292,7 @@ class _Patches(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         patches = self.project(x).flatten(2).transpose(1, 2)
-        return torch.cat([self.answer.expand(len(x), -1, -1), patches], 1) + self.places
+        return torch.cat([self.answer.expand(x.shape[0], -1, -1), patches], 1) + self.places
 
 
 class _Block(nn.Module):
@@ -316,14 +316,15 @@ class _Block(nn.Module):
         return thought
 
     def _attended(self, x: Tensor) -> Tensor:
-        batch, steps, width = x.shape
-        queries, keys, values = (
-            part.reshape(batch, steps, self.heads, -1).transpose(1, 2)
-            for part in self.queries_keys_values(x).chunk(3, -1)
+        queries, keys, values = self.queries_keys_values(x).chunk(3, -1)
+        seen = scaled_dot_product_attention(
+            self._by_head(queries), self._by_head(keys), self._by_head(values)
         )
-        seen = scaled_dot_product_attention(queries, keys, values)
-        joined: Tensor = self.joined(seen.transpose(1, 2).reshape(batch, steps, width))
+        joined: Tensor = self.joined(seen.transpose(1, 2).flatten(2))
         return joined
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        return torch.unflatten(x, -1, (self.heads, -1)).transpose(1, 2)
 
 
 class _First(nn.Module):

@@ -156,6 +156,35 @@ class BatchNorm(torch.autograd.Function):
         return dx, slope * scale, dbias, None
 
 
+class Chunks(torch.autograd.Function):
+    """``torch.chunk``. Its gradient costs nothing where the parts' gradients lie side by side."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, count: int, dim: int) -> tuple[Tensor, ...]:
+        ctx.dim = dim
+        return tuple(part.data for part in x.chunk(count, dim))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        whole = _side_by_side(grads, ctx.dim)
+        return torch.cat(grads, ctx.dim) if whole is None else whole, None, None
+
+
+def _side_by_side(parts: Sequence[Tensor], dim: int) -> Tensor | None:
+    """The tensor that they are parts of, one after another; None where they are not."""
+    first = parts[0]
+    memory, size = first.untyped_storage().data_ptr(), first.shape[dim] * first.stride(dim)
+    for number, part in enumerate(parts):
+        here = part.storage_offset() == first.storage_offset() + number * size
+        if not here or part.untyped_storage().data_ptr() != memory:
+            return None
+        if part.shape != first.shape or part.stride() != first.stride():
+            return None
+    shape = list(first.shape)
+    shape[dim] *= len(parts)
+    return first.as_strided(shape, first.stride())
+
+
 def max_of_pairs(x: Tensor, dim: int) -> Tensor:
     """The larger of each two neighbours; of equal ones the first, as PyTorch's pooling has it."""
     first, second = torch.unflatten(x, dim, (-1, 2)).unbind(dim)
