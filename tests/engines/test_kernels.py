@@ -71,7 +71,7 @@ torch.testing.assert_close(rounded, moved.bfloat16())
 OTHERS = """
 import torch
 from torch.nn import functional as F
-from perfed.engines.stacked import hopper, hopper_vectors
+from perfed.engines.stacked import hopper, hopper_vectors, triton_norms
 
 torch.manual_seed(0)
 N = 2
@@ -135,6 +135,11 @@ for inputs, outputs, rows in ((24, 40, 30), (16, 300, 21)):
     total = hopper_vectors.linear(x, w, b).plus(residual)
     norm = total.normed(gain, shift, 1e-5).value()
     same(norm * total.value().sin(), normed * (residual + plain).sin(), *leaves)
+    more = torch.randn_like(residual.flatten(1, 2))
+    rows = more, more, torch.randn_like(more), gain, 1e-5, torch.bfloat16
+    with torch.no_grad():
+        wide, rounded, _ = triton_norms.layer_norm_backward(*rows)
+    torch.testing.assert_close(rounded, wide.bfloat16())
 for heads, tokens, width in ((2, 65, 16), (1, 7, 20), (3, 64, 32), (1, 100, 40), (2, 17, 16)):
     packed = leaf(3, tokens, 3 * heads * width)
     parts = [t.unflatten(-1, (heads, width)).transpose(1, 2) for t in packed.chunk(3, -1)]
@@ -222,6 +227,7 @@ product = rows.to(half)
 triton_norms.layer_norm(rows, product, w, w, w, 1e-5, half)
 triton_norms.layer_norm_backward(product, rows, rows, w, 1e-5, half)
 triton_linear.gelu(product, w)
+triton_linear.add_bias(product, w)
 triton_linear.gelu_backward(product, product, w)
 triton_linear.row_sums(product)
 packed = torch.zeros(2, 65, 3 * 64, dtype=half)

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-call, no-any-return"
-"""Linear layers, LayerNorm and attention of a stack on a Hopper GPU in half precision: what a
-transformer is made of, on lists of vectors (n, …, d).
+"""Linear layers, LayerNorm and attention of a stack on a Hopper GPU: what a transformer is made of,
+on lists of vectors (n, …, d). Attention in half precision only.
 
 Around a matrix product, memory is what takes time. So a bias, a GELU, a residual sum and LayerNorm
 share a pass, forward and backward, and LayerNorm gives what the next product reads.
@@ -18,25 +18,27 @@ from perfed.engines.stacked import hopper
 from perfed.engines.stacked.hopper import Deferred
 
 with contextlib.suppress(ImportError):  # no Triton on this machine
-    from perfed.engines.stacked import triton_attention, triton_kernels, triton_linear, triton_norms
+    from perfed.engines.stacked import triton_attention, triton_linear, triton_norms
 
 Grads = tuple[Tensor | None, ...]
 
 
+KINDS = (torch.float32, torch.bfloat16, torch.float16)
+
+
 def normalises(x: Tensor) -> bool:
-    """Whether the kernels for LayerNorm can be used, in float32 as well."""
-    kinds = (torch.float32, torch.bfloat16, torch.float16)
-    return hopper.available(x) and x.dtype in kinds
+    """Whether the kernels for LayerNorm can be used."""
+    return hopper.available(x) and x.dtype in KINDS
 
 
 def multiplies(x: Tensor, weight: Tensor) -> bool:
-    """Whether :func:`linear` is worth while: not for a few outputs, or odd numbers of them."""
-    outputs, inputs = weight.shape[1:]
-    return hopper.usable(x) and weight.dtype == x.dtype and not (outputs % 8 or inputs % 8)
+    """Whether :func:`linear` can be used: not for odd numbers of outputs."""
+    alike = x.dtype == weight.dtype and x.dtype in KINDS
+    return hopper.available(x) and alike and not any(size % 8 for size in weight.shape[1:])
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Deferred:
-    """(n, …, i) by (n, o, i), all in half precision but for the bias (n, o)."""
+    """(n, …, i) by (n, o, i), in one precision; the bias (n, o) may have another."""
     return Product(
         _rows(x).contiguous(), weight, bias.contiguous(), (*x.shape[:-1], weight.shape[1])
     )
@@ -135,11 +137,7 @@ class Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.dtype = bias.dtype
-        # As a convolution of single points, whose kernel adds the bias.
-        n, rows, inputs = x.shape
-        points, matrix = x.view(n, 1, 1, rows, inputs), weight[:, :, None, None].contiguous()
-        y, _ = triton_kernels.conv_forward(points, matrix, bias, ((1, 1), (0, 0), (1, 1)))
-        return y.view(n, rows, -1)
+        return triton_linear.add_bias(_product(x, weight), bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Grads:
@@ -186,7 +184,6 @@ class LinearAddNorm(torch.autograd.Function):
         dresidual, dproduct, sums = triton_norms.layer_norm_backward(
             dy, dtotal, total, gain, ctx.eps, x.dtype
         )
-        assert dproduct is not None
         dgain, dshift, dbias = sums.to(ctx.dtype)
         dx, dweight = torch.bmm(dproduct, weight), torch.bmm(dproduct.mT, x)
         return dresidual, dx, dweight, dbias, dgain, dshift, None, None

@@ -214,15 +214,16 @@ def _layer_norm_kernel(
 @jit(_SIZES)
 def _layer_norm_grad_kernel(
     x, dy, dtotal, dx, dproduct, part, weight, per_model, per_tile, D, eps,
-    ADD: tl.constexpr, TOTAL: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
+    ADD: tl.constexpr, ROUND: tl.constexpr, TOTAL: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """The input's gradient, and ``per_tile`` rows' part of those of weight and bias. With TOTAL,
-    the input has a gradient from elsewhere as well. With ADD, the input is a sum: also the rounded
-    gradient of the product in it, and what ``per_tile`` rows add to that of its offset."""
+    the input has a gradient from elsewhere as well. With ADD, the input is a sum: also what
+    ``per_tile`` rows add to the gradient of the offset in it; with ROUND, that of the product in
+    it is the same, rounded."""
     tile = tl.program_id(0)
     model = tl.program_id(1)
     d = tl.arange(0, BD)
-    start = model.to(tl.int64) * per_model * D
+    start = model.to(tl.int64) * per_model
     w = tl.load(weight + model * D + d, mask=d < D, other=0.0).to(tl.float32)
     last = tl.minimum((tile + 1) * per_tile, per_model)
     of_weight = tl.zeros((BR, BD), tl.float32)
@@ -231,7 +232,7 @@ def _layer_norm_grad_kernel(
     for r0 in range(tile * per_tile, last, BR):
         r = r0 + tl.arange(0, BR)
         mask = (r < last)[:, None] & (d < D)[None, :]
-        at = start + r[:, None] * D + d[None, :]
+        at = (start + r)[:, None] * D + d[None, :]
         v = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
         g = tl.load(dy + at, mask=mask, other=0.0).to(tl.float32)
         v, inv = _standardised(v, mask, D, eps)
@@ -243,8 +244,9 @@ def _layer_norm_grad_kernel(
         out = inv[:, None] * (g - mean_g[:, None] - v * mean_gv[:, None])
         if TOTAL:
             out += tl.load(dtotal + at, mask=mask, other=0.0).to(tl.float32)
-        if ADD:
+        if ROUND:
             tl.store(dproduct + at, out.to(dproduct.dtype.element_ty), mask=mask)
+        if ADD:
             of_offset += tl.where(mask, out, 0.0)
         tl.store(dx + at, out.to(dx.dtype.element_ty), mask=mask)
     tiles = tl.num_programs(0)
@@ -284,18 +286,19 @@ def layer_norm(
 def layer_norm_backward(
     dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor, eps: float,
     product: torch.dtype | None,
-) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of what was normalised, x, and of a product of that precision in it; and of
     (weight, bias, offset) one below the other. ``dtotal``: what x has as a gradient already."""
     n, rows, width = x.shape
     per_tile = max(BACKWARD["BR"], triton.cdiv(rows * n, PROGRAMS))
     tiles = triton.cdiv(rows, per_tile)
     dx = torch.empty_like(x)
-    dproduct = None if product is None else torch.empty_like(x, dtype=product)
+    rounds = product not in (None, x.dtype)
+    dproduct = torch.empty_like(x, dtype=product) if rounds else dx
     part = x.new_empty(2 if product is None else 3, n, tiles, width, dtype=torch.float32)
     launch(
-        _layer_norm_grad_kernel, (tiles, n), x, dy, dx if dtotal is None else dtotal, dx,
-        dx if dproduct is None else dproduct, part, weight, rows, per_tile, width, eps,
-        ADD=dproduct is not None, TOTAL=dtotal is not None, BD=max(16, pow2(width)), **BACKWARD,
+        _layer_norm_grad_kernel, (tiles, n), x, dy, dx if dtotal is None else dtotal, dx, dproduct,
+        part, weight, rows, per_tile, width, eps, ADD=product is not None, ROUND=rounds,
+        TOTAL=dtotal is not None, BD=max(16, pow2(width)), **BACKWARD,
     )  # fmt: skip
     return dx, dproduct, part.sum(2)
