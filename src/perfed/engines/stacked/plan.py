@@ -327,9 +327,14 @@ def _chunked(x: Any, chunks: int, dim: int = 0) -> Found:
     return layers.chunk, (chunks, _shifted(dim)), "", _nodes([x])
 
 
+def _is_chunks(node: Any) -> bool:
+    called = isinstance(node, fx.Node) and node.op in ("call_function", "call_method")
+    return called and _OPERATIONS.get(node.target) is _chunked
+
+
 def _item(x: Any, index: Any) -> Found:
     """One of several parts, or of every sample the same place."""
-    if isinstance(x, fx.Node) and _OPERATIONS.get(x.target) is _chunked:
+    if _is_chunks(x):
         return _of_stack(operator.itemgetter(index), x)
     places = index if isinstance(index, tuple) else (index,)
     simple = all(isinstance(place, int | slice) for place in places)
