@@ -32,6 +32,7 @@ from perfed.engines.stacked.operations import (
     in_precision,
     max_of_pairs,
     output_size,
+    precision,
 )
 
 Rule = Callable[..., Any]  # (layer, stacked tensors, prefix, inputs)
@@ -59,15 +60,15 @@ def linear(layer: nn.Linear, tensors: Tensors, at: str, x: Tensor | Deferred) ->
     weight = tensors[at + "weight"]
     bias = None if layer.bias is None else tensors[at + "bias"]
     if isinstance(x, Deferred):
-        x = x.value_in(weight.dtype)
+        x = x.value_in(precision(weight))
     if bias is not None and hopper.available(x):
         narrow, matrix = in_precision(x, weight)
         if hopper_vectors.multiplies(narrow, matrix):
             return hopper_vectors.linear(narrow, matrix, bias)
+    if not x.is_cuda and x.ndim == 3:  # the other way round, for a batch that is last in memory
+        return _product(bias, weight, x.mT).mT
     rows = x.flatten(1, -2) if x.ndim > 3 else x
-    if not x.is_cuda:  # the other way round, for a batch that is last in memory
-        y = _product(bias, weight, rows.mT).mT
-    elif bias is None:
+    if bias is None:
         y = torch.bmm(rows, weight.mT)
     else:
         y = torch.baddbmm(bias.unsqueeze(1), rows, weight.mT)

@@ -16,12 +16,15 @@ Pair = tuple[int, int]
 Geometry = tuple[Pair, Pair, Pair]  # stride, padding, dilation
 
 
+def precision(tensor: Tensor) -> torch.dtype:
+    """What PyTorch's own layers compute in, under ``torch.autocast``."""
+    kind = tensor.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
+
+
 def in_precision(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """What PyTorch's own layers do to their inputs under ``torch.autocast``."""
-    kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
-        return tensors
-    return tuple(tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors)
+    """What PyTorch's own layers do to their inputs."""
+    return tuple(tensor.to(precision(tensor)) for tensor in tensors)
 
 
 def batch_last(x: Tensor) -> bool:
