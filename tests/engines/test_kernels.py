@@ -199,7 +199,8 @@ KINDS = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 
 
 def compile(kernel, grid, *args, **options):
-    how = {name: options.pop(name) for name in ("num_warps", "num_stages") if name in options}
+    names = [name for name in ("num_warps", "num_stages", "maxnreg") if name in options]
+    how = {name: options.pop(name) for name in names}
     kinds = {}
     for parameter, value in zip(kernel.params, args):
         if isinstance(value, torch.Tensor):

@@ -9,6 +9,7 @@ share a pass, forward and backward, and LayerNorm gives what the next product re
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -126,10 +127,10 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
     return torch.bmm(x, weight.mT)
 
 
-def _gradients(ctx: Any, dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor | None, Tensor]:
-    """Of the factors of a product; no gradient of x where nobody needs it."""
-    dx = torch.bmm(dy, weight) if ctx.needs_input_grad[0] else None
-    return dx, torch.bmm(dy.mT, x)
+def _gradients(dy: Tensor, x: Tensor, weight: Tensor, needed: Sequence[bool]) -> Grads:
+    """Of the factors of a product, as far as somebody needs them."""
+    of_x, of_weight = needed
+    return torch.bmm(dy, weight) if of_x else None, torch.bmm(dy.mT, x) if of_weight else None
 
 
 class Linear(torch.autograd.Function):
@@ -141,8 +142,10 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Grads:
+        x, weight = ctx.saved_tensors
         dy = grads[0].contiguous()
-        return *_gradients(ctx, dy, *ctx.saved_tensors), triton_linear.row_sums(dy).to(ctx.dtype)
+        of_factors = _gradients(dy, x, weight, ctx.needs_input_grad[:2])
+        return *of_factors, triton_linear.row_sums(dy).to(ctx.dtype)
 
 
 class LinearGelu(torch.autograd.Function):
@@ -156,7 +159,8 @@ class LinearGelu(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Grads:
         x, weight, bias, product = ctx.saved_tensors
         dy, dbias = triton_linear.gelu_backward(grads[0].contiguous(), product, bias)
-        return *_gradients(ctx, dy, x, weight), dbias.to(bias.dtype)
+        of_factors = _gradients(dy, x, weight, ctx.needs_input_grad[:2])
+        return *of_factors, dbias.to(bias.dtype)
 
 
 class LinearAddNorm(torch.autograd.Function):
@@ -185,8 +189,8 @@ class LinearAddNorm(torch.autograd.Function):
             dy, dtotal, total, gain, ctx.eps, x.dtype
         )
         dgain, dshift, dbias = sums.to(ctx.dtype)
-        dx, dweight = torch.bmm(dproduct, weight), torch.bmm(dproduct.mT, x)
-        return dresidual, dx, dweight, dbias, dgain, dshift, None, None
+        of_factors = _gradients(dproduct, x, weight, ctx.needs_input_grad[1:3])
+        return dresidual, *of_factors, dbias, dgain, dshift, None, None
 
 
 class LayerNormalisation(torch.autograd.Function):

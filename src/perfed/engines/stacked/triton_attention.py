@@ -143,7 +143,7 @@ def _attention_grad_kernel(
     _stored(dvalues + to, dv1, A, tokens, 3 * width, D, B, BD)
 
 
-WARPS = {"forward": 4, "backward": 4}
+WARPS = 4
 
 
 def _sizes(tokens: int, width: int) -> dict[str, int]:
@@ -157,7 +157,7 @@ def attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     out = queries.new_empty(samples, tokens, heads, width)
     launch(
         _attention_kernel, (samples * heads,), queries, keys, values, out, tokens, heads, width,
-        *queries.stride()[:3], width**-0.5, **_sizes(tokens, width), num_warps=WARPS["forward"],
+        *queries.stride()[:3], width**-0.5, **_sizes(tokens, width), num_warps=WARPS,
     )  # fmt: skip
     return out.transpose(1, 2)
 
@@ -170,9 +170,11 @@ def attention_backward(
     dout = dout.transpose(1, 2).contiguous()
     joined = queries.new_empty(samples, tokens, 3, heads, width)
     dq, dk, dv = (part.transpose(1, 2) for part in joined.unbind(2))
+    sizes = _sizes(tokens, width)
+    # With fewer registers three programs fit where two would, unless the numbers need them.
+    fewer = {"maxnreg": 168} if sizes["A"] * sizes["BD"] <= 64 * 64 else {}
     launch(
         _attention_grad_kernel, (samples * heads,), queries, keys, values, dout, dq, dk, dv,
-        tokens, heads, width, *queries.stride()[:3], width**-0.5, **_sizes(tokens, width),
-        num_warps=WARPS["backward"],
+        tokens, heads, width, *queries.stride()[:3], width**-0.5, **sizes, num_warps=WARPS, **fewer,
     )  # fmt: skip
     return dq, dk, dv
