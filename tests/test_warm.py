@@ -9,7 +9,9 @@ from pathlib import Path
 from tests import warm
 
 SCRIPT = """
-import os, sys
+import atexit, os, sys, threading, time
+atexit.register(print, "at the end")
+threading.Thread(target=lambda: (time.sleep(0.1), print("a thread"))).start()
 print(os.getcwd(), os.environ["MARK"], "HOME" in os.environ, sys.argv[1:], sys.path[0], input())
 print("wrong", file=sys.stderr)
 sys.exit(3)
