@@ -122,6 +122,7 @@ def assert_personal_models_of(folder: Path, reference: Result) -> None:
             assert torch.allclose(ours[name], tensor, rtol=1e-4, atol=1e-6), (client, name)
 
 
+@pytest.mark.long
 @pytest.mark.attack(33)
 def test_three_sites_end_as_the_simulation_though_the_coordinator_is_killed(
     tmp_path: Path,
@@ -154,6 +155,7 @@ def test_three_sites_end_as_the_simulation_though_the_coordinator_is_killed(
         assert "alone_test_accuracy" in report.read_text()
 
 
+@pytest.mark.long
 @pytest.mark.attack(13, 15, 22, 38)
 def test_with_tls_only_registered_sites_and_a_signed_app_take_part(tmp_path: Path) -> None:
     """With PerFed-Evidence, whose clients have two models each."""
@@ -238,6 +240,7 @@ def assert_only_sites_pass(port: int, certificates: Path) -> None:
         connection.close()
 
 
+@pytest.mark.long
 def test_a_site_killed_in_a_round_is_left_out_and_rejoins_with_its_own_model(
     tmp_path: Path,
 ) -> None:
