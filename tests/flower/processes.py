@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import select
 import shutil
@@ -71,9 +70,12 @@ def kill(pids: Iterable[int]) -> None:
         os.close(process)
 
 
-def end_with_parent() -> None:
-    """In a new process: it is killed when the process that started it ends, however that ends."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG
+END_WITH_PARENT = """
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+"""Becomes another program, which is killed when what started it ends, however that ends."""
 
 
 class Process:
@@ -87,13 +89,12 @@ class Process:
         program = shutil.which(command[0], path=environment["PATH"])
         with open(log, "ab") as output:
             self._process = subprocess.Popen(
-                [str(program), *command[1:]],
+                [sys.executable, "-IS", "-c", END_WITH_PARENT, str(program), *command[1:]],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=log.parent,
                 env=environment,
                 start_new_session=True,
-                preexec_fn=end_with_parent,
             )
 
     @property
