@@ -16,7 +16,7 @@ from perfed import Execution
 from perfed.core.errors import ConfigError
 from perfed.engines.stacked import StackedEngine
 from perfed.runs.simulation import Simulation
-from tests.conftest import SEQUENTIAL, STACKED, tiny
+from tests.conftest import RAY, SEQUENTIAL, STACKED, tiny
 from tests.engines.clients import working_client
 from tests.engines.test_stacked import assert_same, play
 from tests.flower.setting import desk, simulated, write_federation
@@ -71,10 +71,11 @@ def test_stacked_is_as_sequential(name: str) -> None:
     assert_same(play(recorded), reference, 1e-8)
 
 
+@pytest.mark.ray
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("name", CASES)
-def test_ray_is_as_stacked(name: str, workers: Execution) -> None:
-    simulation = played(name, workers)
+def test_ray_is_as_stacked(name: str) -> None:
+    simulation = played(name, RAY)
     simulation.engine.collect(simulation.population)
     assert_same(simulation, played(name, STACKED), 1e-8)
     simulation.engine.close()
