@@ -413,9 +413,7 @@ class StackedStep:
             for network, own in tensors.items()
             for name, tensor in own.items()
         ]
-        # Of their sum; but nobody looks at the sum itself.
-        ones = torch.ones(losses.shape, dtype=losses.dtype, device=losses.device)
-        found = torch.autograd.grad(losses, [t for *_, t in places], ones, allow_unused=True)
+        found = torch.autograd.grad(losses.sum(), [t for *_, t in places], allow_unused=True)
         gradients: dict[str, Named] = {network: [] for network in models}
         for (network, name, _), gradient in zip(places, found, strict=True):
             if gradient is not None:

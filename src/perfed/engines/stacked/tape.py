@@ -137,6 +137,10 @@ class Tape(DispatchMode):
         self._alive.append((arguments, returned))
         if operation in _OF_NUMBERS and not tensors:
             self._keep(returned)
+        elif operation is _aten.ones_like.default and returned.is_contiguous():
+            # Without what it is like: where a gradient begins, that is a loss nobody looks at.
+            arguments = [list(returned.shape), returned.dtype, None, returned.device, None]
+            self._write_down(_aten.ones.default, arguments, set(), returned)
         else:
             reads = {self.places[id(tensor)].name for tensor in tensors}
             self._write_down(operation, arguments, reads, returned)
@@ -218,14 +222,17 @@ def _player(tape: Tape, result: Tensor | None, sliced: int) -> Callable[..., Ten
     # What changes its arguments makes nothing that leaves it, and that autograd might meet.
     without_gradients = torch.inference_mode if result is None else torch.no_grad
 
-    def play(*given: Any) -> Tensor | None:
-        if torch.is_autocast_enabled("cpu"):
-            with torch.autocast("cpu", enabled=False):
-                return play(*given)
+    def run(given: tuple[Any, ...]) -> Tensor | None:
         # Its optimiser would take longer than a run.
         with without_gradients(), torch.jit.optimized_execution(False):
             played: Tensor | None = function(*given, *constants)
         return played
+
+    def play(*given: Any) -> Tensor | None:
+        if not torch.is_autocast_enabled("cpu"):
+            return run(given)
+        with torch.autocast("cpu", enabled=False):
+            return run(given)
 
     return play
 
