@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -640,3 +641,23 @@ def test_nothing_is_collected_while_a_graph_is_captured() -> None:
         assert not gc.isenabled()  # as it was
     finally:
         gc.enable()
+
+
+def test_nothing_that_clients_made_stays_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even until Python looks for circles, which may be many rounds later."""
+    made: list[weakref.ref[Any]] = []
+    work = StackedEngine._work
+
+    def watched(self: StackedEngine, job: Any, ask: Any) -> Any:
+        reply = work(self, job, ask)
+        made.extend([weakref.ref(job.client), weakref.ref(reply)])
+        return reply
+
+    simulation = stacked(tiny(algorithm={"name": "fedavg"}))
+    channel = Channel()
+    simulation.begin(channel)
+    monkeypatch.setattr(StackedEngine, "_work", watched)
+    with without_collection():
+        simulation.play_round(0, channel)
+        assert made
+        assert not [one for one in made if one() is not None]
