@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator
@@ -19,11 +20,8 @@ from perfed.engines import Execution
 from perfed.engines.precision import ISA, WITHOUT_TILES, bf16_crashes_here
 from perfed.runs import checksums
 from perfed.runs.simulation import Simulation
-from tests.attacks import (  # noqa: F401 - hooks of pytest
-    pytest_addoption,
-    pytest_collection_modifyitems,
-    pytest_configure,
-)
+from tests import attacks
+from tests.attacks import pytest_addoption, pytest_configure  # noqa: F401 - hooks of pytest
 
 # The processes of pytest-xdist and those that tests start inherit it, and do not try again.
 if ISA not in os.environ and bf16_crashes_here():
@@ -32,6 +30,36 @@ if ISA not in os.environ and bf16_crashes_here():
 # A machine may be busy: how long an example takes says nothing about whether it is right.
 settings.register_profile("perfed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("perfed")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Long tests first, or one process of two is idle in the end; those with Ray side by side."""
+    attacks.pytest_collection_modifyitems(config, items)
+    items.sort(key=lambda item: (item.get_closest_marker("long") is None, not uses_ray(item)))
+
+
+_ray = contextlib.ExitStack()
+
+
+@pytest.hookimpl(tryfirst=True)  # where the tests are started, not where one of them goes
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Ray is slow to start. Tests that follow each other have one, and its idle workers."""
+    if uses_ray(item):
+        pytest.importorskip("ray", reason="Ray is not installed: pip install 'perfed[ray]'")
+        from perfed.engines.ray import session
+
+        _ray.enter_context(session()).count("CPU")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
+    if not uses_ray(nextitem):
+        _ray.close()
+
+
+def uses_ray(item: pytest.Item | None) -> bool:
+    return item is not None and item.get_closest_marker("ray") is not None
+
 
 TINY: dict[str, Any] = {
     "rounds": 3,
@@ -64,6 +92,7 @@ def tiny(**changes: Any) -> Experiment:
 
 SEQUENTIAL = Execution(engine="sequential", device="cpu")
 STACKED = Execution(engine="stacked", device="cpu")
+RAY = Execution(engine="ray", device="cpu", workers=2)
 
 
 def simulate(how: Execution = SEQUENTIAL, **changes: Any) -> Simulation:

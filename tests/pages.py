@@ -88,7 +88,7 @@ class Shell:
         self._home = self._folder = folder
         programs = Path(sys.executable).parent
         self._environment = os.environ | {
-            "PATH": os.pathsep.join([str(warm.program()), str(programs), os.environ["PATH"]]),
+            "PATH": os.pathsep.join([str(warm.programs()), str(programs), os.environ["PATH"]]),
             "HOME": str(folder),
             "OMP_NUM_THREADS": "1",
         }

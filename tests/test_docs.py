@@ -41,6 +41,7 @@ def code(file: str, language: str) -> list[str]:
     return [block.code for block in blocks(ROOT / file) if block.language == language]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "file", [f for f in PAGES if {b.language for b in blocks(ROOT / f)} & {*RUN}]
 )

@@ -9,7 +9,9 @@ from pathlib import Path
 from tests import warm
 
 SCRIPT = """
-import os, sys
+import atexit, os, sys, threading, time
+atexit.register(print, "at the end")
+threading.Thread(target=lambda: (time.sleep(0.1), print("a thread"))).start()
 print(os.getcwd(), os.environ["MARK"], "HOME" in os.environ, sys.argv[1:], sys.path[0], input())
 print("wrong", file=sys.stderr)
 sys.exit(3)
@@ -35,7 +37,7 @@ def test_streams_folder_environment_and_exit_code_are_its_own(tmp_path: Path) ->
 
 
 def test_a_shell_finds_the_command(tmp_path: Path) -> None:
-    path = os.pathsep.join([str(warm.program()), os.environ["PATH"]])
+    path = os.pathsep.join([str(warm.programs()), os.environ["PATH"]])
     code = "perfed --version | tr a-z A-Z; perfed run gone.yaml"
     command = ["bash", "-c", code]
     done = subprocess.run(command, env={"PATH": path}, cwd=tmp_path, capture_output=True, text=True)

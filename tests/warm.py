@@ -1,4 +1,4 @@
-"""``perfed`` in processes that need not import torch first.
+"""``perfed`` and Flower's programs in processes that need not import torch first.
 
 Importing is most of what a short command takes. One process imports everything, once, and is forked
 for every command, which is then a process like any other: with a working directory, environment,
@@ -7,9 +7,13 @@ shown where it is started from nothing: ``cli/test_doctor.py``, ``cli/test_compl
 
     start(["run", ...])    a process, as subprocess.Popen makes one
     perform(["run", ...])  what it has said when it has ended, as subprocess.run does
-    program()              a folder to put on PATH, with a program ``perfed``
+    programs()             a folder to put on PATH, with the programs in ``PROGRAMS``
 
-Instead of a command's words there may be a Python file and its words, as after ``python``.
+Instead of a command's words there may be a Python file and its words, as after ``python``, or the
+words of another program: ``start([...], program="flwr")``.
+
+None of them outlives the process of the tests, however that ends: the forking process waits for the
+end of a pipe, and then kills all that it has forked.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import importlib.metadata
 import json
 import os
 import runpy
@@ -29,19 +34,39 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
+PROGRAMS = (
+    "perfed",
+    "flower-superexec",
+    "flower-superlink",
+    "flower-supernode",
+    "flwr",
+    "flwr-clientapp",
+    "flwr-serverapp",
+)
+FOSTERED = "warm-"
+"""The name of a forked process begins with it. Then comes the number of the one that asked."""
 IMPORTED = (
     "perfed.cli",
+    "perfed.engines.stacked",
+    "perfed.flower.client_app",
+    "perfed.flower.server_app",
+    "flwr.cli.app",
+    "flwr.supercore.cli",
+    "flwr.superlink.cli",
+    "flwr.supernode.cli",
     "matplotlib.backends.backend_agg",
     "matplotlib.backends.backend_pdf",
     "matplotlib.backends.backend_svg",
     "pandas",
     "scipy.optimize",
     "sklearn.datasets",
+    "torch.fx.experimental.symbolic_shapes",  # what torch imports for its first recording
 )
 
 
@@ -87,6 +112,7 @@ def selectable(line: socket.socket) -> bool:
 def start(
     words: Sequence[object],
     *,
+    program: str = "perfed",
     cwd: Path | None = None,
     env: Mapping[str, str] | None = None,
     stdin: IO[Any] | None = None,
@@ -99,6 +125,8 @@ def start(
             server(),
             list(map(str, words)),
             streams,
+            program=program,
+            asker=os.getpid(),
             folder=str(cwd or Path.cwd()),
             environment=dict(os.environ if env is None else env),
         )
@@ -134,10 +162,11 @@ def server() -> str:
     """Its address. It ends with this process."""
     address = tempfile.mkdtemp(prefix="perfed-warm-") + "/socket"
     process = subprocess.Popen(
-        [sys.executable, __file__, "serve", address],
+        [sys.executable, __file__, "serve", address, *IMPORTED],
         stdin=subprocess.PIPE,  # ends when this process does, however it does
         stdout=subprocess.DEVNULL,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        # Flower reads whether to report to its makers when it is imported.
+        env=os.environ | {"OMP_NUM_THREADS": "1", "FLWR_TELEMETRY_ENABLED": "0"},
         start_new_session=True,
     )
 
@@ -154,26 +183,29 @@ def server() -> str:
 
 
 @functools.cache
-def program() -> Path:
+def programs() -> Path:
     folder = Path(server()).parent / "bin"
     folder.mkdir()
-    script = folder / "perfed"
-    # Neither site-packages nor the user's own settings: such a Python starts in no time.
-    script.write_text(f'#!/bin/sh\nexec {sys.executable} -IS {__file__} ask {server()} "$@"\n')
-    script.chmod(0o755)
+    for name in PROGRAMS:
+        script = folder / name
+        # Neither site-packages nor the user's own settings: such a Python starts in no time.
+        ask = f"{sys.executable} -IS {__file__} ask {server()} {name}"
+        script.write_text(f'#!/bin/sh\nexec {ask} "$@"\n')
+        script.chmod(0o755)
     return folder
 
 
-def ask(address: str, words: list[str]) -> int:
-    """What the program does: its own streams, folder and environment are the command's."""
-    place = {"folder": os.getcwd(), "environment": dict(os.environ)}
+def ask(address: str, program: str, words: list[str]) -> int:
+    """What a program does: its own streams, folder and environment are the command's."""
+    place = {"program": program, "asker": os.getpid(), "folder": os.getcwd()}
+    place["environment"] = dict(os.environ)
     code = Warm(address, words, [0, 1, 2], **place).wait()
     return code if code >= 0 else 128 - code  # as a shell says it
 
 
-def serve(address: str) -> None:
+def serve(address: str, modules: list[str]) -> None:
     """Return in every forked process, ready to be the command; in the first one, never."""
-    for module in IMPORTED:
+    for module in modules:
         importlib.import_module(module)
     gc.freeze()  # or every command would look through all of it when it ends
     ended, wake = socket.socketpair()
@@ -225,27 +257,58 @@ def tell(line: socket.socket, number: int) -> None:
         line.sendall(b"%d\n" % number)
 
 
-def become(streams: list[int], words: list[str], folder: str, environment: dict[str, str]) -> None:
+def become(
+    streams: list[int],
+    words: list[str],
+    program: str,
+    asker: int,
+    folder: str,
+    environment: dict[str, str],
+) -> None:
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
+    os.setsid()  # a signal to its group is not for the others
+    name_after(asker)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
     if not (words and words[0].endswith(".py")):
-        words = [str(Path(sys.executable).with_name("perfed")), *words]
+        words = [str(Path(sys.executable).with_name(program)), *words]
     sys.argv[:] = words
     sys.path[0] = str(Path(words[0]).parent)
+
+
+def name_after(asker: int) -> None:
+    """Who looks for the asker's children cannot find this one by its parent, but by its name."""
+    name = Path("/proc/self/comm")
+    if name.exists():
+        name.write_text(f"{FOSTERED}{asker}")
+
+
+def end(code: int) -> NoReturn:
+    """As Python ends, but for taking all modules apart: that copies most of what was forked."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code & 0xFF)
 
 
 if __name__ == "__main__":
     job, where, *rest = sys.argv[1:]
     if job == "ask":
-        sys.exit(ask(where, rest))
-    serve(where)
-    if sys.argv[0].endswith(".py"):
-        runpy.run_path(sys.argv[0], run_name="__main__")
-    else:
-        from perfed.cli import main
-
-        main()
+        sys.exit(ask(where, rest[0], rest[1:]))
+    serve(where, rest)
+    try:
+        if sys.argv[0].endswith(".py"):
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        else:
+            called = Path(sys.argv[0]).name
+            (script,) = importlib.metadata.entry_points(group="console_scripts", name=called)
+            sys.exit(script.load()())
+    except SystemExit as stop:
+        if not isinstance(stop.code, int | None):
+            raise
+        end(stop.code or 0)
+    end(0)

@@ -181,7 +181,7 @@ class Bytes(Stage):
 
 
 def test_personal_and_global_models_are_both_reported(tmp_path: Path) -> None:
-    for name in ("ditto", "per-fedavg"):
+    for name in ("ditto", "per-fedavg", "fedavg-ft"):
         result = perfed.run(tiny(algorithm=name), tmp_path / name)
         assert set(result.summary["models"]) == {"personal", "global"}
         lines = [line.split()[:4] for line in result.table().splitlines() if name in line]

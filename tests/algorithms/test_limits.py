@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import perfed
-from perfed.algorithms.fedfomo import distance_between, mix
+from perfed.algorithms.fedfomo import FedFomo, distance_between, mix
 from perfed.core.channel import Channel
 from perfed.core.message import Message
 from perfed.core.streams import stream_key
@@ -49,12 +49,15 @@ def assert_equal(left: list[dict], right: list[dict]) -> None:
         {"name": "hypcluster", "clusters": 1},
         {"name": "per-fedavg", "inner_rate": 0},
         {"name": "feddf", "steps": 0},
+        {"name": "fedavg-ft"},  # its global part
+        {"name": "fedavg-ft", "tuning_steps": 0},
         {"name": "ditto"},  # its global part
     ],
 )
 def test_these_are_fedavg_to_the_bit(algorithm: dict) -> None:
     reference = models(after(3, "fedavg"), "global")
-    kind = "personal" if algorithm["name"] == "hypcluster" else "global"
+    own = algorithm["name"] == "hypcluster" or algorithm.get("tuning_steps") == 0
+    kind = "personal" if own else "global"
     assert_equal(models(after(3, algorithm), kind), reference)
 
 
@@ -158,14 +161,16 @@ def test_fedfomo_sent_only_its_own_model_is_local_training() -> None:
 
 def test_fedfomo_ignores_candidates_that_do_not_help() -> None:
     simulation = simulate(algorithm="fedfomo", models={"architectures": ["mlp"]})
-    engine, weigh = simulation.population, simulation.algorithm.weigh  # type: ignore[attr-defined]
+    engine, algorithm = simulation.population, FedFomo()
+    weigh, keeps_trained = algorithm.weigh, replace(algorithm, fallback="trained").weigh
     good = engine.initial_weights("mlp")
     bad = good._replace(params={n: t + 3 * torch.randn_like(t) for n, t in good.params.items()})
     client = working_client(engine, 0, 0)
     assert client.loss(bad, "validation") > client.loss(good, "validation")
-    assert weigh(client, good, [good, bad, bad]).tolist() == [1, 0, 0]  # keeps its own
-    assert weigh(client, bad, [bad, good]).tolist() == [0, 1]
-    assert weigh(client, bad, [good, bad]).tolist() == [1, 0]
+    assert weigh(client, good, [bad, bad, bad]).tolist() == [1, 0, 0, 0]  # back to where it was
+    assert keeps_trained(client, good, [bad, bad, bad]).tolist() == [0, 1, 0, 0]
+    assert weigh(client, bad, [bad, good]).tolist() == [0, 0, 1]
+    assert weigh(client, bad, [good, bad]).tolist() == [0, 1, 0]
 
 
 def test_fedfomo_pairs_tensors_by_name_and_rounds_counts() -> None:

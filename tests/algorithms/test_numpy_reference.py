@@ -152,6 +152,18 @@ def test_fedavg() -> None:
         assert_equal(world.evaluated(0, t)["global"], x)
 
 
+def test_fedavg_ft() -> None:
+    world = World("fedavg-ft", tuning_steps=4)
+    x = world.initial()
+    for t, drawn in world.rounds(2):
+        x = world.mean({k: descend(x, world.batches(k, t), rate_in(t)) for k in drawn})
+        for k in range(CLIENTS):
+            evaluated = world.evaluated(k, t)
+            assert_equal(evaluated["global"], x)
+            own = world.batches(k, t, steps=4, stream=1)
+            assert_equal(evaluated["personal"], descend(x, own, rate_in(t)))
+
+
 def test_fedprox() -> None:
     world = World("fedprox", proximal=0.7)
     x = world.initial()
@@ -267,9 +279,10 @@ def test_hypcluster() -> None:
     assert idle  # a cluster that had moved was empty in a later round, and stayed
 
 
-def test_fedfomo() -> None:
+@pytest.mark.parametrize("fallback", ["before", "trained"])
+def test_fedfomo(fallback: str) -> None:
     """θ ← θ_before + Σ w_n (θ_n − θ_before), the own trained model among the candidates."""
-    world = World("fedfomo", candidates=DRAWN)
+    world = World("fedfomo", candidates=DRAWN, fallback=fallback)
     own = dict.fromkeys(range(CLIENTS), world.initial())
     before = dict(own)
     sent: dict[int, Array] = {}
@@ -282,6 +295,7 @@ def test_fedfomo() -> None:
             others = {n: θ for n, θ in sent.items() if n != k}
             start = own[k]
             if others:
+                start = base if fallback == "before" else own[k]
                 candidates = {k: own[k], **others}
                 weights = {}
                 for n, θ in candidates.items():
@@ -302,9 +316,9 @@ def test_fedfomo() -> None:
         for (k, n), weight in affinity.items():
             found = float(world.state["affinity"][str(k)][str(n)])
             assert found == pytest.approx(weight, abs=1e-10)
-    # Some of the others, but not all, were mixed; somewhere none of them helped.
+    # Some of the others, but not all, were mixed; somewhere none helped, not even the own model.
     assert any(0 < helping < number for number, helping, _ in helpers)
-    assert any(helping == 0 for _, helping, _ in helpers)
+    assert any(not helped for *_, helped in helpers)
 
 
 def norm(θ: Array) -> float:

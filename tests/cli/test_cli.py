@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from perfed.cli import main
 from perfed.engines import Execution
 from perfed.runs import Callback, RoundReport, run
 from tests import warm
-from tests.conftest import tiny
+from tests.conftest import TINY, tiny
 
 
 def perfed(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
@@ -197,6 +198,17 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 from perfed.cli import main
 main()
 """
+LONG = ["--set=rounds=150", "--checkpoint-seconds=1000"]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The log of a run that nobody stops."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    (folder / "tiny.yaml").write_text(json.dumps(TINY))
+    done = warm.perform(["run", "tiny.yaml", "--out=run", "--json", *LONG], cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return (folder / "run" / "rounds.jsonl").read_text()
 
 
 @pytest.mark.attack(50)
@@ -206,14 +218,15 @@ main()
 def test_a_signal_leaves_a_resumable_run_and_says_how(
     number: signal.Signals,
     times: int,
+    uninterrupted: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
     config: Path,
 ) -> None:
-    folder, rounds = tmp_path / "run", ["--set=rounds=150", "--checkpoint-seconds=1000"]
+    folder = tmp_path / "run"
     process = subprocess.Popen(
-        [sys.executable, "-c", INTERRUPTIBLE, "run", config, f"--out={folder}", *rounds],
+        [sys.executable, "-c", INTERRUPTIBLE, "run", config, f"--out={folder}", *LONG],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -230,9 +243,7 @@ def test_a_signal_leaves_a_resumable_run_and_says_how(
     done = log.read_text().count("\n") - 1  # without the initial set's line
     assert perfed(monkeypatch, "run", "--resume", folder, "--json") == 0
     assert f"continuing after round {done} of 150" in capsys.readouterr().err
-    whole = tmp_path / "whole"
-    assert perfed(monkeypatch, "run", config, "--out", whole, *rounds, "--json") == 0
-    assert log.read_text() == (whole / "rounds.jsonl").read_text()
+    assert log.read_text() == uninterrupted
 
 
 SAME_SECOND = """
@@ -250,18 +261,16 @@ main()
 def test_runs_that_start_in_one_second_have_folders_of_their_own(
     tmp_path: Path, config: Path
 ) -> None:
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", SAME_SECOND, command, config, "--set=rounds=1", "--json"],
-            cwd=tmp_path,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for command in ("run", "run", "compare")
-    ]
-    ends = [process.communicate(timeout=120) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0, 0], [error for _, error in ends]
+    script = tmp_path / "same_second.py"
+    script.write_text(SAME_SECOND)
+
+    def ended(command: str) -> subprocess.CompletedProcess[str]:
+        return warm.perform([script, command, config, "--set=rounds=1", "--json"], cwd=tmp_path)
+
+    with ThreadPoolExecutor() as threads:
+        done = list(threads.map(ended, ("run", "run", "compare")))
+    assert [process.returncode for process in done] == [0, 0, 0], [each.stderr for each in done]
+    ends = [(process.stdout, process.stderr) for process in done]
     base = "runs/experiment-20260101-000000"
     folders = [json.loads(out)["directory"] for out, _ in ends]
     assert sorted(folders) == [base, f"{base}-2", f"{base}-3"]

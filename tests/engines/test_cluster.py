@@ -108,6 +108,7 @@ def played(folder: Path, name: str, *callbacks: perfed.Callback) -> Path:
     return simulation.finish_in(RunDirectory.create(folder / name)).path
 
 
+@pytest.mark.long
 def test_a_machine_lost_in_a_round_and_one_that_joins_change_nothing(
     cluster: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.func import functional_call
 
 import perfed
 from perfed import Execution
@@ -30,8 +31,8 @@ from tests.engines.test_training import BASE
 from tests.engines.test_training import SETTINGS as TRAININGS
 from tests.engines.test_vendor import SHAPES as CONVOLUTIONS
 from tests.engines.test_vendor import by_pytorch, by_vendor, leaves
-from tests.plugins.test_methods import CASES as METHODS
-from tests.plugins.test_methods import case
+from tests.methods import CASES as METHODS
+from tests.methods import case
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 
@@ -261,6 +262,33 @@ def test_a_run_on_the_gpu_can_be_repeated(precision: str) -> None:
     experiment = tiny(data=data, models=networks, partition="iid", training=training)
     how = {"device": "cuda", "engine": "stacked", "precision": precision}
     assert losses_of(experiment, **how) == losses_of(experiment, **how)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_a_transformer_gives_what_one_client_at_a_time_gives(precision: str) -> None:
+    """With the kernels for linear layers, LayerNorm and, in bf16, attention."""
+    torch.manual_seed(0)
+    module = perfed.architectures.build("vit").build((3, 32, 32), 10).cuda()
+    plan = plan_of(module)
+    assert plan is not None
+    stacked = {
+        name: torch.stack([t.detach() * factor for factor in (1.0, 1.1)]).requires_grad_()
+        for name, t in module.named_parameters()
+    }
+    x, weigh = torch.randn(2, 8, 3, 32, 32).cuda(), torch.randn(2, 8, 10).cuda()
+    with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16"):
+        fast = plan.run(Tensors(stacked), x)
+    each = [
+        functional_call(module, {name: t[k] for name, t in stacked.items()}, (x[k],))
+        for k in range(2)
+    ]
+    plain = torch.stack(each)
+    bound = 0.03 if precision == "bf16" else 5e-3  # autocast itself is off by 0.01
+    assert (fast.float() - plain).norm() < bound * plain.norm()
+    found = torch.autograd.grad((fast.float() * weigh).sum(), list(stacked.values()))
+    wanted = torch.autograd.grad((plain * weigh).sum(), list(stacked.values()))
+    for name, a, b in zip(stacked, found, wanted, strict=True):
+        assert (a - b).norm() < bound * b.norm(), name
 
 
 @pytest.mark.parametrize("name", ["vgg11-bn", "vgg13", "cnn"])

@@ -71,7 +71,7 @@ torch.testing.assert_close(rounded, moved.bfloat16())
 OTHERS = """
 import torch
 from torch.nn import functional as F
-from perfed.engines.stacked import hopper, vendor
+from perfed.engines.stacked import hopper, hopper_vectors, triton_norms, vendor
 
 torch.manual_seed(0)
 N = 2
@@ -80,8 +80,8 @@ N = 2
 def same(fast, plain, *leaves):
     torch.testing.assert_close(fast, plain, rtol=1e-4, atol=1e-3)
     weigh = torch.randn_like(plain)
-    found = torch.autograd.grad((fast * weigh).sum(), leaves)
-    wanted = torch.autograd.grad((plain * weigh).sum(), leaves)
+    found = torch.autograd.grad((fast * weigh).sum(), leaves, retain_graph=True)
+    wanted = torch.autograd.grad((plain * weigh).sum(), leaves, retain_graph=True)
     for a, b in zip(found, wanted):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=2e-3)
 
@@ -120,7 +120,30 @@ for channels, groups, relu in ((64, 2, 1), (64, 32, 0), (30, 3, 1), (96, 32, 1),
     same(norm.value(), plain.relu() if relu else plain, x, w, b)
 x, w, b = leaf(N, 5, 7, 20), leaf(N, 20), leaf(N, 20)
 plain = each(lambda x, w, b: F.layer_norm(x, (20,), w, b, 1e-6), x, w, b)
-same(hopper.layer_norm(x, w, b, 1e-6), plain, x, w, b)
+same(hopper_vectors.layer_norm(x, w, b, 1e-6).value(), plain, x, w, b)
+for inputs, outputs, rows in ((24, 40, 30), (16, 300, 21)):
+    x, w, b = leaf(N, 3, rows, inputs), leaf(N, outputs, inputs), leaf(N, outputs)
+    plain = each(F.linear, x, w, b)
+    same(hopper_vectors.linear(x, w, b).value(), plain, x, w, b)
+    same(hopper_vectors.linear(x, w, b).activated(), F.gelu(plain), x, w, b)
+    residual, gain, shift = leaf(N, 3, rows, outputs), leaf(N, outputs), leaf(N, outputs)
+    total = hopper_vectors.linear(x, w, b).plus(residual)
+    norm = total.normed(gain, shift, 1e-5).value()
+    normed = each(lambda t, g, s: F.layer_norm(t, (outputs,), g, s), residual + plain, gain, shift)
+    leaves = x, w, b, residual, gain, shift
+    same(norm, normed, *leaves)  # of the sum itself nobody knows
+    total = hopper_vectors.linear(x, w, b).plus(residual)
+    norm = total.normed(gain, shift, 1e-5).value()
+    same(norm * total.value().sin(), normed * (residual + plain).sin(), *leaves)
+    more = torch.randn_like(residual.flatten(1, 2))
+    rows = more, more, torch.randn_like(more), gain, 1e-5, torch.bfloat16
+    with torch.no_grad():
+        wide, rounded, _ = triton_norms.layer_norm_backward(*rows)
+    torch.testing.assert_close(rounded, wide.bfloat16())
+for heads, tokens, width in ((2, 65, 16), (1, 7, 20), (3, 64, 32), (1, 100, 40), (2, 17, 16)):
+    packed = leaf(3, tokens, 3 * heads * width)
+    parts = [t.unflatten(-1, (heads, width)).transpose(1, 2) for t in packed.chunk(3, -1)]
+    same(hopper_vectors.attention(*parts), F.scaled_dot_product_attention(*parts), packed)
 for relu in (0, 1, 6):
     for added in (False, True):
         x, w, other = leaf(N, 4, 24, 4, 4), leaf(N, 24), leaf(N, 4, 24, 4, 4)
@@ -150,19 +173,50 @@ norm = hopper.batch_norm(x, w, b, [], 0.1, 1e-5, 4)
 same(norm.value(), each(lambda x, w, b: F.batch_norm(x, None, None, w, b, True), x, w, b), x, w, b)
 """
 
+TRANSFORMER = """
+import torch
+import perfed
+from perfed.engines.stacked import hopper
+from perfed.engines.stacked.layers import Tensors
+from perfed.engines.stacked.plan import plan_of
+
+settings = {"name": "vit", "patch": 4, "width": 24, "depth": 2, "heads": 3}
+module = perfed.architectures.build(settings).build((3, 8, 8), 5)
+plan = plan_of(module)
+x = torch.randn(2, 4, 3, 8, 8)
+
+
+def results(kernels):
+    hopper.usable = hopper.available = lambda tensor: kernels
+    torch.manual_seed(1)
+    own = {
+        name: hopper.dense_layout(0.3 * torch.randn(2, *t.shape)).requires_grad_()
+        for name, t in module.named_parameters()
+    }
+    y = plan.run(Tensors(own), x)
+    weigh = torch.linspace(-1, 1, y.numel()).view_as(y)
+    return [y, *torch.autograd.grad((y * weigh).sum(), list(own.values()))]
+
+
+for plain, fast in zip(results(False), results(True)):
+    torch.testing.assert_close(fast, plain, rtol=2e-3, atol=2e-4)
+"""
+
 COMPILED = """
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from perfed.engines.stacked import triton_depthwise, triton_kernels, triton_norms
-from perfed.engines.stacked import triton_patches
+from perfed.engines.stacked import (
+    triton_attention, triton_depthwise, triton_kernels, triton_linear, triton_norms, triton_patches
+)
 
 KINDS = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 
 
 def compile(kernel, grid, *args, **options):
-    how = {name: options.pop(name) for name in ("num_warps", "num_stages") if name in options}
+    names = [name for name in ("num_warps", "num_stages", "maxnreg") if name in options]
+    how = {name: options.pop(name) for name in names}
     kinds = {}
     for parameter, value in zip(kernel.params, args):
         if isinstance(value, torch.Tensor):
@@ -173,7 +227,9 @@ def compile(kernel, grid, *args, **options):
     triton.compile(ASTSource(kernel, kinds, options), target=GPUTarget("cuda", 90, 32), options=how)
 
 
-for module in (triton_depthwise, triton_kernels, triton_norms, triton_patches):
+for module in (
+    triton_attention, triton_depthwise, triton_kernels, triton_linear, triton_norms, triton_patches
+):
     module.launch = compile
 for kind in KINDS:
     x, w = torch.zeros(1, 4, 8, 8, 64, dtype=kind), torch.zeros(1, 64, 3, 3, dtype=kind)
@@ -189,9 +245,18 @@ for kind in KINDS:
     y, mean, inv = triton_norms.group_norm(x, w, w, 2, 1e-5, True)
     triton_norms.group_norm_backward(y, x, mean, inv, w, w, True)
 triton_patches.patches(x, (3, 3), (8, 8), ((1, 1), (1, 1), (1, 1)))
+half = torch.bfloat16
 rows = torch.zeros(1, 40, 64)
-triton_norms.layer_norm(rows, w, w, 1e-5, torch.float32)
-triton_norms.layer_norm_backward(rows, rows, w, 1e-5)
+product = rows.to(half)
+triton_norms.layer_norm(rows, product, w, w, w, 1e-5, half)
+triton_norms.layer_norm_backward(product, rows, rows, w, 1e-5, half)
+triton_linear.gelu(product, w)
+triton_linear.add_bias(product, w)
+triton_linear.gelu_backward(product, product, w)
+triton_linear.row_sums(product)
+packed = torch.zeros(2, 65, 3 * 64, dtype=half)
+parts = [t.unflatten(-1, (1, 64)).transpose(1, 2) for t in packed.chunk(3, -1)]
+triton_attention.attention_backward(triton_attention.attention(*parts), *parts)
 triton_kernels.descend(w, w, torch.zeros(1), w)
 """
 
@@ -199,7 +264,9 @@ triton_kernels.descend(w, w, torch.zeros(1), w)
 @pytest.mark.skipif(
     tuple(map(int, np.__version__.split(".")[:2])) >= (2, 3), reason="Triton does not know NumPy"
 )
-@pytest.mark.parametrize("script", [SCRIPT, OTHERS], ids=["a network", "single layers"])
+@pytest.mark.parametrize(
+    "script", [SCRIPT, OTHERS, TRANSFORMER], ids=["a network", "single layers", "a transformer"]
+)
 def test_kernels_give_what_the_plain_rules_give(script: str) -> None:
     run(script, TRITON_INTERPRET="1")
 

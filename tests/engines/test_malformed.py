@@ -99,6 +99,7 @@ WEIGHTS = {
 
 
 @pytest.mark.attack(71)
+@pytest.mark.ray
 def test_engines_agree_on_malformed_weights(file: Path) -> None:
     ray = perfed.Execution(engine="ray", device="cpu", workers=1)
     with ray.several_runs():

@@ -62,7 +62,13 @@ def numbers(result: perfed.Result) -> np.ndarray:
     return result.per_client()["test_loss"].to_numpy()
 
 
-@pytest.mark.parametrize("path", ["half_way_here.py:HalfWay", "half_way_here:HalfWay"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param("half_way_here.py:HalfWay", marks=pytest.mark.ray),
+        "half_way_here:HalfWay",  # which only a Ray that starts in the folder can import
+    ],
+)
 def test_one_file_outside_the_package_works_with_every_engine(folder: Path, path: str) -> None:
     engines: list[dict[str, Any]] = [{"engine": "stacked"}, {"engine": "ray", "workers": 2}]
     plain = perfed.run(own(path), "plain", how=perfed.Execution(engine="sequential", device="cpu"))

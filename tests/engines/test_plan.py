@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from perfed.core.randomness import addressed
 from perfed.engines.stacked import layers
 from perfed.engines.stacked.layers import Tensors
+from perfed.engines.stacked.operations import Chunks, apply
 from perfed.engines.stacked.plan import Plan, plan_of
 from perfed.engines.stacked.stack import StackedModule
 
@@ -95,7 +96,34 @@ class Dense(nn.Module):
         return logits
 
 
-NETWORKS: list[Callable[[], nn.Module]] = [Residual, PreActivation, Functional, Dense]
+class Attending(nn.Module):
+    """A transformer's block. Parameters are used outside of layers, one with fewer dimensions than
+    what it is added to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.norm = nn.Conv2d(3, 8, 4, 4), nn.LayerNorm(8)
+        self.answer = nn.Parameter(torch.randn(1, 1, 8))
+        self.places = nn.Parameter(torch.randn(5, 8))
+        self.qkv, self.out, self.drop = nn.Linear(8, 24), nn.Linear(8, 8), nn.Identity()
+        self.fc = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        patches = self.project(x).flatten(2).transpose(1, 2)
+        x = torch.cat([self.answer.expand(x.shape[0], -1, -1), patches], 1) + self.places
+        q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
+        seen = F.scaled_dot_product_attention(
+            self._by_head(q), self._by_head(k), self._by_head(v), is_causal=True
+        )
+        x = x + self.drop(self.out(seen.transpose(1, 2).flatten(2)))
+        logits: Tensor = self.fc(F.gelu(x)[:, -1])
+        return logits
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        return torch.unflatten(x, -1, (2, -1)).transpose(1, 2)
+
+
+NETWORKS: list[Callable[[], nn.Module]] = [Residual, PreActivation, Functional, Dense, Attending]
 
 
 def stacked_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -176,7 +204,33 @@ class Undecided(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("make", [SharedInPlace, UnseenBranch, Undecided, nn.LSTM])
+class OneSample(nn.Module):
+    """What it gives is not for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.fc(x)[0]
+        return y
+
+
+class SizeOfParameter(nn.Module):
+    """The size of a parameter is not that of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(4, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.table.expand(self.table.shape[0], -1)
+        return y
+
+
+@pytest.mark.parametrize(
+    "make", [SharedInPlace, UnseenBranch, Undecided, OneSample, SizeOfParameter, nn.LSTM]
+)
 def test_what_a_plan_would_get_wrong_has_none(make: Callable[..., nn.Module]) -> None:
     assert plan_of(make(3, 3) if make is nn.LSTM else make()) is None
 
@@ -209,3 +263,14 @@ def test_features_are_what_the_last_layer_is_given() -> None:
     x = torch.randn(CLIENTS, BATCH, 3, 8, 8)
     logits = plan.last().run(tensors, features.run(tensors, x))
     torch.testing.assert_close(logits, plan.run(tensors, x), rtol=1e-3, atol=1e-3)
+
+
+def test_the_gradients_of_chunks_are_joined_without_a_copy_where_they_lie_side_by_side() -> None:
+    x = torch.randn(2, 4, 6, requires_grad=True)
+    whole = torch.randn(2, 4, 6)
+    parts = whole.chunk(3, -1)
+    for order in ([0, 1, 2], [0, 2, 1], [0, 0, 0]):
+        grads = [parts[number] for number in order]
+        (joined,) = torch.autograd.grad(apply(Chunks, x, 3, -1), x, grads)
+        torch.testing.assert_close(joined, torch.cat(grads, -1))
+        assert (joined.data_ptr() == whole.data_ptr()) == (order == [0, 1, 2])

@@ -44,14 +44,9 @@ from tests.engines.test_stacked import MIXED, Noisy, Stopping, assert_same, flat
 from tests.runs.test_resume import StopAfter, contents
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'perfed[ray]'")
+pytestmark = pytest.mark.ray
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _workers_for_all_tests() -> Iterator[None]:
-    with session():
-        yield
 
 
 def on(workers: int, **settings: Any) -> Execution:
@@ -174,6 +169,12 @@ def falling(name: str, tokens: Path, times: int) -> perfed.Experiment:
     return tiny(models=MIXED, rounds=5, algorithm=algorithm)
 
 
+def deaths(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """A busy machine has other lines, such as that an import takes long."""
+    said = [record.getMessage() for record in caplog.records]
+    return [line for line in said if "has died, another takes its place" in line]
+
+
 @pytest.mark.parametrize(
     ("name", "checkpoint_seconds"), [("FallingCKT", 1e9), ("FallingScaffold", 0)]
 )
@@ -183,13 +184,12 @@ def test_a_worker_killed_in_a_round_changes_nothing(
     """To the bit, from the last checkpoint or from the beginning, clients on disk or not."""
     tokens = tmp_path / "tokens"
     for run, times in (("undisturbed", 0), ("disturbed", 1)):
-        assert not caplog.records
+        assert not deaths(caplog)
         how = on(2, checkpoint_seconds=checkpoint_seconds, store_limit=0.05)
         perfed.run(falling(name, tokens, times), tmp_path / run, how=how)
     assert not list(tokens.iterdir())
     assert contents(tmp_path / "disturbed") == contents(tmp_path / "undisturbed")
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert "has died, another takes its place" in line
+    assert len(deaths(caplog)) == 1
     assert not list((tmp_path / "disturbed").glob("store-*"))
 
 
@@ -289,8 +289,8 @@ def test_the_engines_can_be_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_workers_have_to_say_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     models = ["tests.engines.test_stacked:Shuffling"]
     played(tiny(models=models), on(2), 2).engine.close()
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert "draws random numbers" in line
+    said = [record.getMessage() for record in caplog.records]
+    assert len([line for line in said if "draws random numbers" in line]) == 1
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import gc
 import json
 import logging
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -173,7 +174,7 @@ def assert_same(one: Simulation, other: Simulation, tolerance: float) -> None:
 
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("name", list(perfed.algorithms))
-@pytest.mark.parametrize("models", [[CNN_BN], [CNN], MIXED], ids=["batchnorm", "plain", "mixed"])
+@pytest.mark.parametrize("models", [[CNN_BN], MIXED], ids=["batchnorm", "mixed"])
 def test_every_algorithm_is_the_same_in_float64(name: str, models: Any) -> None:
     """With steps enough that most are played back from a tape."""
     experiment = tiny(algorithm=spec(name), models=models, training=TINY["training"] | {"steps": 6})
@@ -696,3 +697,23 @@ def test_nothing_is_collected_while_a_graph_is_captured() -> None:
         assert not gc.isenabled()  # as it was
     finally:
         gc.enable()
+
+
+def test_nothing_that_clients_made_stays_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even until Python looks for circles, which may be many rounds later."""
+    made: list[weakref.ref[Any]] = []
+    work = StackedEngine._work
+
+    def watched(self: StackedEngine, job: Any, ask: Any) -> Any:
+        reply = work(self, job, ask)
+        made.extend([weakref.ref(job.client), weakref.ref(reply)])
+        return reply
+
+    simulation = stacked(tiny(algorithm={"name": "fedavg"}))
+    channel = Channel()
+    simulation.begin(channel)
+    monkeypatch.setattr(StackedEngine, "_work", watched)
+    with without_collection():
+        simulation.play_round(0, channel)
+        assert made
+        assert not [one for one in made if one() is not None]

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.func import grad, vmap
 from torch.nn import functional as F
 
-from perfed.engines.stacked.tape import WORTH, Tape, Taped
+from perfed.engines.stacked.tape import WORTH, Tape, Taped, TapedSteps
 
 
 def counted(function: Callable[..., Any]) -> tuple[Taped, list[int]]:
@@ -81,15 +81,16 @@ def test_a_tape_does_what_the_function_does(
 
 def test_what_nobody_looks_at_is_left_out() -> None:
     def function(x: Tensor) -> Tensor:
-        x.exp().sum()
+        torch.ones_like(x.exp().sum())
         unseen = torch.zeros_like(x)
         unseen.add_(x.sin())
-        return x + 1
+        return x + torch.ones_like(x.cos())
 
     x = torch.ones(3)
     with Tape((x,)) as tape:
         result = function(x)
-    assert [line.operation for line in tape.needed(result)] == [torch.ops.aten.add.Tensor]
+    operations = [torch.ops.aten.ones.default, torch.ops.aten.add.Tensor]
+    assert [line.operation for line in tape.needed(result)] == operations
 
 
 COUNT = torch.zeros(1)
@@ -159,3 +160,36 @@ def test_under_autocast_a_tape_computes_in_the_same_numbers() -> None:
         with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
             torch.testing.assert_close(taped(x, y), function(x, y), rtol=0, atol=0)
     assert len(runs) == WORTH
+
+
+def test_steps_on_tape_are_those_of_the_function() -> None:
+    def step(where: Tensor, factor: Tensor, x: Tensor, y: Tensor) -> None:
+        x += factor[:, None] * y[where].tanh()
+        y[0] += x.sum()
+
+    taped = TapedSteps(step, sliced=2)
+    random = torch.Generator().manual_seed(0)
+    for first in (0, 2):
+        steps = 12
+        where = torch.randint(0, 5, (3, steps, 4), generator=random)
+        factor = torch.randn(3, steps, generator=random)
+        given = [torch.randn(3, 4, generator=random), torch.randn(5, generator=random)]
+        copies = [tensor.clone() for tensor in given]
+        for last in (7, 8, steps):  # before the tape is made, and after
+            taped.steps(first, last, where, factor, *given)
+            for number in range(first, last):
+                step(where[:, number], factor[:, number], *copies)
+            torch.testing.assert_close(given, copies, rtol=0, atol=0)
+            first = last
+    assert taped.ready
+
+
+def test_steps_that_cannot_be_written_down_are_made_one_by_one() -> None:
+    def step(x: Tensor, y: Tensor) -> None:
+        y += x * 2 if float(x.sum()) > 0 else -x
+
+    taped = TapedSteps(step, sliced=1)
+    x, y = torch.tensor([[1.0, -2.0, 3.0, -4.0, 5.0, -6.0]]), torch.zeros(1)
+    taped.steps(0, 6, x, y)
+    assert not taped.ready
+    assert y.item() == 2 + 2 + 6 + 4 + 10 + 6

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from tests import warm
+
 BIN = Path(sys.executable).parent
+"""Where Flower's programs are. Those in ``warm.programs()`` are the same, without the imports."""
 PATIENCE = 300.0  # seconds; a busy machine is slow, not wrong
 
 
@@ -38,24 +42,54 @@ def wait_until(condition: Callable[[], object], what: str, seconds: float = PATI
 
 
 def descendants(pid: int) -> list[int]:
-    """Children and theirs. Some are in sessions of their own, where no group's signal is heard."""
+    """Children and theirs, also those that ``tests/warm.py`` forked for them.
+
+    Some are in sessions of their own, where no group's signal is heard.
+    """
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             child, _, rest = stat.read_text().partition(" (")
-            children.setdefault(int(rest.rpartition(") ")[2].split()[1]), []).append(int(child))
+            name, _, numbers = rest.rpartition(") ")
+            fostered = name.startswith(warm.FOSTERED)
+            parent = name.removeprefix(warm.FOSTERED) if fostered else numbers.split()[1]
+            children.setdefault(int(parent), []).append(int(child))
     found = children.get(pid, [])
     return found + [further for child in found for further in descendants(child)]
 
 
+def kill(pids: Iterable[int]) -> None:
+    """Until they are gone, and their ports free."""
+    killed = []
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            killed.append(os.pidfd_open(pid))
+            signal.pidfd_send_signal(killed[-1], signal.SIGKILL)
+    for process in killed:
+        select.select([process], [], [], PATIENCE)  # readable when it has ended
+        os.close(process)
+
+
+END_WITH_PARENT = """
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+"""Becomes another program, which is killed when what started it ends, however that ends."""
+
+
 class Process:
-    """A program with its children, its output in a file."""
+    """A program with its children, its output in a file. It ends with the tests.
+
+    Flower's programs end when those that started them do.
+    """
 
     def __init__(self, command: list[str], log: Path, environment: dict[str, str]) -> None:
         self.log = log
+        program = shutil.which(command[0], path=environment["PATH"])
         with open(log, "ab") as output:
             self._process = subprocess.Popen(
-                [str(BIN / command[0]), *command[1:]],
+                [sys.executable, "-IS", "-c", END_WITH_PARENT, str(program), *command[1:]],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=log.parent,
@@ -63,14 +97,16 @@ class Process:
                 start_new_session=True,
             )
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def text(self) -> str:
         return self.log.read_text("utf-8", errors="replace")
 
     def kill(self) -> None:
         """SIGKILL, to it and all its children: as when a machine loses power."""
-        for pid in [self._process.pid, *descendants(self._process.pid)]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill([self.pid, *descendants(self.pid)])
         self._process.wait()
 
     def ended(self) -> bool:
@@ -81,9 +117,9 @@ class Process:
 
 
 class Network:
-    """A superlink and its supernodes, in one folder."""
+    """A superlink and its supernodes, in one folder; their programs are in another one."""
 
-    def __init__(self, folder: Path, *, certificates: Path | None = None) -> None:
+    def __init__(self, folder: Path, programs: Path, *, certificates: Path | None = None) -> None:
         self.folder = folder
         self.port = free_port()
         self.fleet_port = self.port
@@ -99,8 +135,8 @@ class Network:
             "FLWR_DISABLE_UPDATE_CHECK": "1",
             "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",
             "OMP_NUM_THREADS": "1",
-            "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
         }
+        self.use(programs)
         tls = (
             f'root-certificates = "{certificates / "ca.crt"}"'
             if certificates
@@ -111,6 +147,10 @@ class Network:
             f'[superlink.loop]\naddress = "127.0.0.1:{self.port}"\n{tls}\n\n'
             f'[superlink.gate]\naddress = "127.0.0.1:{self.gate_port}"\n{tls}\n'
         )
+
+    def use(self, programs: Path) -> None:
+        """For what is started from now on."""
+        self.environment["PATH"] = f"{programs}{os.pathsep}{os.environ['PATH']}"
 
     def start(self, name: str, *command: str) -> Process:
         process = Process(list(command), self.folder / f"{name}.log", self.environment)
@@ -160,8 +200,10 @@ class Network:
 
 
 @contextlib.contextmanager
-def network(folder: Path, *, certificates: Path | None = None) -> Iterator[Network]:
-    made = Network(folder, certificates=certificates)
+def network(
+    folder: Path, programs: Path = BIN, *, certificates: Path | None = None
+) -> Iterator[Network]:
+    made = Network(folder, programs, certificates=certificates)
     try:
         yield made
     finally:

@@ -25,11 +25,12 @@ from perfed.flower.coordinator import coordinate
 from perfed.flower.initialise import APP
 from perfed.flower.protocol import Envelope
 from perfed.flower.signing import build, sign
-from tests.flower.processes import Network, Process, network, wait_until
+from tests import warm
+from tests.flower.processes import BIN, Network, Process, network, wait_until
 from tests.flower.setting import desk, personal_checkpoint, simulated, write_federation
 
-# Every message starts a process at its site, which imports torch: ten seconds a round, nearly all
-# of it Flower's and the imports'. So there are few rounds, and data that is quick to read.
+# Every message starts a process at its site, which imports Flower and torch: seconds each. So they
+# are forked from one that has imported them. What comes back after a kill starts from nothing.
 PROCESSES: dict[str, Any] = {"poll": 0.3, "deadline": 120}
 
 
@@ -121,13 +122,14 @@ def assert_personal_models_of(folder: Path, reference: Result) -> None:
             assert torch.allclose(ours[name], tensor, rtol=1e-4, atol=1e-6), (client, name)
 
 
+@pytest.mark.long
 @pytest.mark.attack(33)
 def test_three_sites_end_as_the_simulation_though_the_coordinator_is_killed(
     tmp_path: Path,
 ) -> None:
     """The coordinator's whole machine goes away in the middle of a round and comes back."""
     folder = write_federation(tmp_path / "federation", options=PROCESSES)
-    with network(tmp_path / "net") as net:
+    with network(tmp_path / "net", warm.programs()) as net:
         superlink = net.superlink()
         nodes = [net.supernode(f"node-{n}", folder / f"site-{n}.yaml") for n in range(3)]
         first = start(net, folder, "first")
@@ -136,6 +138,7 @@ def test_three_sites_end_as_the_simulation_though_the_coordinator_is_killed(
         superlink.kill()
         first.kill()
         assert not done(folder, 1)
+        net.use(BIN)
         net.superlink()
         again = start(net, folder, "again")
         result = finish(again, folder)
@@ -152,6 +155,7 @@ def test_three_sites_end_as_the_simulation_though_the_coordinator_is_killed(
         assert "alone_test_accuracy" in report.read_text()
 
 
+@pytest.mark.long
 @pytest.mark.attack(13, 15, 22, 38)
 def test_with_tls_only_registered_sites_and_a_signed_app_take_part(tmp_path: Path) -> None:
     """With PerFed-Evidence, whose clients have two models each."""
@@ -169,7 +173,7 @@ def test_with_tls_only_registered_sites_and_a_signed_app_take_part(tmp_path: Pat
     def key(name: str) -> list[str]:
         return ["--auth-supernode-private-key", str(certificates / name)]
 
-    with network(tmp_path / "net", certificates=certificates) as net:
+    with network(tmp_path / "net", warm.programs(), certificates=certificates) as net:
         net.superlink()
         net.gate()
         register = ["flwr", "supernode", "register"]
@@ -236,6 +240,7 @@ def assert_only_sites_pass(port: int, certificates: Path) -> None:
         connection.close()
 
 
+@pytest.mark.long
 def test_a_site_killed_in_a_round_is_left_out_and_rejoins_with_its_own_model(
     tmp_path: Path,
 ) -> None:
@@ -243,13 +248,14 @@ def test_a_site_killed_in_a_round_is_left_out_and_rejoins_with_its_own_model(
     gone with it: the round ends without it. (The deadline, for those that do not come back, is in
     test_coordinator.py: it is no business of Flower's.)"""
     folder = write_federation(tmp_path / "federation", options=PROCESSES, rounds=2)
-    with network(tmp_path / "net") as net:
+    with network(tmp_path / "net", warm.programs()) as net:
         net.superlink()
         nodes = [net.supernode(f"node-{n}", folder / f"site-{n}.yaml") for n in range(3)]
         run = start(net, folder)
         wait_until(lambda: "ROUND 0]" in nodes[2].text(), f"round 0 begins:\n{run.text()}")
         nodes[2].kill()
         assert not done(folder, 0)
+        net.use(BIN)
         net.supernode("node-2-again", folder / "site-2.yaml")
         result = finish(run, folder)
     lines = {line["round"]: line for line in rounds(folder)}

@@ -102,3 +102,17 @@ def test_a_group_of_networks_is_dealt_in_turn() -> None:
 def test_what_does_not_fit_is_said(network: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         build_module(architectures.build(network), (1, 8, 8), 5)
+
+
+def test_the_last_block_of_a_vit_leaves_out_only_what_nobody_looks_at() -> None:
+    torch.manual_seed(0)
+    module = architectures.build({"name": "vit", "width": 12, "depth": 2}).build((3, 8, 8), 10)
+    x = torch.randn(4, 3, 8, 8)
+    parameters = list(module.parameters())
+    found = []
+    for last in (True, False):
+        module[2].last = last
+        y = module(x)
+        found.append([y, *torch.autograd.grad(y.square().sum(), parameters)])
+    for less, all_of_it in zip(*found, strict=True):
+        torch.testing.assert_close(less, all_of_it)

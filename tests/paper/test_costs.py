@@ -5,6 +5,8 @@ import pytest
 from perfed.paper.costs import tables, three_digits
 from tests.paper.test_tables import in_every_form
 
+pytestmark = pytest.mark.long  # all: else another process makes the table again
+
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:

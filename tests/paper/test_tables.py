@@ -49,6 +49,19 @@ def test_every_row_has_its_runs(number: Any) -> None:
     assert next(iter(study.experiments)).startswith("paper-C0.333-majority")
 
 
+def test_some_methods_are_run_and_all_are_shown(tmp_path: Path) -> None:
+    command = ["reproduce", "table1", "--quick", "--rounds", "2", "--seeds", "0", "--out"]
+    for method in ("majority", "local"):
+        done = CliRunner().invoke(app, [*command, str(tmp_path), "--methods", method])
+        assert done.exit_code == 0, done.output
+    assert sorted(path.name for path in (tmp_path / "table1/records").iterdir()) == [
+        "paper-C0.333-local-seed0.json",
+        "paper-C0.333-majority-seed0.json",
+    ]
+    assert "local training" in done.output
+    assert "majority label" in done.output
+
+
 def test_the_papers_settings() -> None:
     whole = TableRun()
     experiment = whole.experiment({"name": "perfed-ckt", "clusters": 3}, 0.15, 2)
@@ -130,7 +143,7 @@ def test_the_whole_table_by_its_command(tmp_path: Path) -> None:
     for ending in ("json", "md", "tex", "png", "pdf"):
         assert (tmp_path / f"table2-paper.{ending}").stat().st_size > 500
     records = json.loads((tmp_path / "table2-paper.json").read_text())
-    assert len(records) == 7
+    assert len(records) == 8
     assert "PerFed-CKT (c=4)" in done.output
     architectures = next(iter(records.values()))["clients"]["architecture"]
     assert len(set(architectures)) == 3
@@ -148,6 +161,7 @@ def test_the_whole_table_by_its_command(tmp_path: Path) -> None:
         (["--seeds", "5-3"], "--seeds: there is no seed in 5-3: the lower one comes first"),
         (["--fractions", "0.1,0.1"], "--fractions: a number is there twice"),
         (["--seeds", "0,1,0"], "--seeds: a seed is there twice"),
+        (["--methods", "local,fedfoma"], "--methods: 'fedfoma' is none of majority, local, "),
         (["--shard", "5/4"], "--shard: '5/4' is not a shard"),
         (["--seconds", "0"], "has no finished run yet"),
     ],

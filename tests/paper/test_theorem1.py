@@ -43,6 +43,7 @@ def softmax(z: np.ndarray) -> np.ndarray:
     return np.asarray(e / e.sum(axis=1, keepdims=True))
 
 
+@pytest.mark.long
 def test_gradients_go_towards_zero() -> None:
     result = theorem1.theorem1(quick=True)
     assert result["rounds"][0] == 0

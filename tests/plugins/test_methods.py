@@ -16,39 +16,15 @@ from perfed import Execution
 from perfed.core.errors import ConfigError
 from perfed.engines.stacked import StackedEngine
 from perfed.runs.simulation import Simulation
-from tests.conftest import SEQUENTIAL, STACKED, tiny
+from tests.conftest import RAY, SEQUENTIAL, STACKED, tiny
 from tests.engines.clients import working_client
 from tests.engines.test_stacked import assert_same, play
 from tests.flower.setting import desk, simulated, write_federation
 from tests.flower.test_coordinator import assert_same_numbers, lines, run
+from tests.methods import CASES, TRAINING, case
 from tests.runs.test_resume import assert_resumes_to_the_same_bytes
 
 HERE = Path(__file__).parent
-DIFFERENT = ["mlp", "cnn"]
-ONE_WIDTH = [{"name": "mlp", "hidden": [50]}, {"name": "mlp", "hidden": [9, 50]}, "cnn"]
-TRAINING = {"steps": 3, "batch_size": 8, "public_batch_size": 8, "learning_rate": 0.1}
-HEAVY_BALL = {"optimizer": {"name": f"{HERE}/heavy_ball.py:HeavyBall", "momentum": 0.7}}
-CASES: dict[str, dict[str, Any]] = {
-    "fedproto": {"algorithm": f"{HERE}/fedproto.py:FedProto", "models": ONE_WIDTH},
-    "fml": {
-        "algorithm": {
-            "name": f"{HERE}/fml.py:FML",
-            "small": {"name": "cnn", "batchnorm": True},
-        },
-        "models": DIFFERENT,
-    },
-    "lg-fedavg": {"algorithm": f"{HERE}/lg_fedavg.py:LGFedAvg", "models": ONE_WIDTH},
-    "fedmd": {"algorithm": f"{HERE}/fedmd.py:FedMD", "models": DIFFERENT},
-    "momentum": {
-        "algorithm": {"name": "perfed-ckt", "clusters": 2},
-        "models": DIFFERENT,
-        "training": TRAINING | HEAVY_BALL | {"optimizer_state": "kept"},
-    },
-}
-
-
-def case(name: str, **changes: Any) -> dict[str, Any]:
-    return {"training": TRAINING} | CASES[name] | changes
 
 
 def played(name: str, how: Execution = SEQUENTIAL, **changes: Any) -> Simulation:
@@ -71,10 +47,11 @@ def test_stacked_is_as_sequential(name: str) -> None:
     assert_same(play(recorded), reference, 1e-8)
 
 
+@pytest.mark.ray
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("name", CASES)
-def test_ray_is_as_stacked(name: str, workers: Execution) -> None:
-    simulation = played(name, workers)
+def test_ray_is_as_stacked(name: str) -> None:
+    simulation = played(name, RAY)
     simulation.engine.collect(simulation.population)
     assert_same(simulation, played(name, STACKED), 1e-8)
     simulation.engine.close()

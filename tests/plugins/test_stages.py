@@ -20,7 +20,7 @@ from perfed.core.message import Message
 from perfed.core.tree import Weights, flatten
 from perfed.core.wire import At, Link, stages
 from perfed.runs.simulation import Simulation
-from tests.conftest import SEQUENTIAL, STACKED, spec, tiny
+from tests.conftest import RAY, SEQUENTIAL, STACKED, spec, tiny
 from tests.engines.test_stacked import MIXED, assert_same
 from tests.flower.setting import desk, simulated, write_federation
 from tests.flower.test_coordinator import Killed, assert_same_numbers, lines, run
@@ -108,18 +108,20 @@ def test_noise_has_its_moments_and_a_norm_its_limit() -> None:
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("wire", WIRES)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("wire", "name"), [*((wire, "perfed-ckt") for wire in WIRES), *(("all", n) for n in NAMES[1:])]
+)
 def test_stacked_is_as_sequential(wire: str, name: str) -> None:
     changes = {"algorithm": spec(name), "models": MIXED, "wire": WIRES[wire]}
     assert_same(played(STACKED, **changes), played(SEQUENTIAL, **changes), 1e-8)
 
 
+@pytest.mark.ray
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("name", NAMES)
-def test_ray_is_as_stacked(name: str, workers: Execution) -> None:
+def test_ray_is_as_stacked(name: str) -> None:
     changes = {"algorithm": spec(name), "models": MIXED, "wire": WIRES["all"]}
-    simulation = played(workers, **changes)
+    simulation = played(RAY, **changes)
     simulation.engine.collect(simulation.population)
     reference = played(STACKED, **changes)
     assert_same(simulation, reference, 1e-8)

@@ -177,7 +177,7 @@ class Overflowing(FedAvg):
     [
         (SEQUENTIAL, []),
         (STACKED, [f"{PLUGINS}/eight_bit.py:EightBit"]),
-        (Execution(engine="ray", workers=2), []),
+        pytest.param(Execution(engine="ray", workers=2), [], marks=pytest.mark.ray),
     ],
     ids=["sequential", "stacked, 8 bits", "ray"],
 )

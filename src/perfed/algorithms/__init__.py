@@ -2,6 +2,7 @@
 
 from perfed.algorithms.ditto import Ditto
 from perfed.algorithms.fedavg import FedAvg
+from perfed.algorithms.fedavg_ft import FedAvgFT
 from perfed.algorithms.feddf import FedDF
 from perfed.algorithms.fedfomo import FedFomo
 from perfed.algorithms.fedprox import FedProx
@@ -16,6 +17,7 @@ from perfed.algorithms.scaffold import Scaffold
 __all__ = [
     "Ditto",
     "FedAvg",
+    "FedAvgFT",
     "FedDF",
     "FedFomo",
     "FedProx",

@@ -6,19 +6,23 @@ them, and its own trained model, by
 
     (L_k(θ_k) − L_k(θ_n)) / ‖θ_n − θ_k‖,   L_k the loss on its validation data,
 
-cuts negatives to zero, normalises, and takes the weighted mean; where none helps it keeps its
-trained model. Then it trains, and sends its model and the weights it gave.
+cuts negatives to zero, normalises, and takes the weighted mean. Where none helps it goes back to
+θ_k, as in the authors' code; with ``fallback: trained`` it keeps its trained model instead. Then it
+trains, and sends its model and the weights it gave.
 
 The server chooses candidates ε-greedily, one after another: with chance ε at random, else the one
-with the highest affinity, the sum of the weights this client ever gave it. M=5, ε=0.3 falling by
-0.05 a round, as in the authors' code. BatchNorm's buffers are mixed like parameters. Uses the
-validation part, never test: the validation accuracy of this method is not held-out evidence.
+with the highest affinity, the sum of the weights this client ever gave it. ε=0.3 falls by 0.05 a
+round, as in the authors' code. M=5 is ours: that code's default is 8, its examples have 4. Its
+affinity also counts how much a model harms; here it counts what a client gave. BatchNorm's buffers
+are mixed like parameters. Uses the validation part, never test: the validation accuracy of this
+method is not held-out evidence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -46,6 +50,9 @@ class FedFomo(Algorithm):
     candidates: int = option(5, "M: models a client receives", ge=1)
     exploration: float = option(0.3, "ε: chance that candidates are drawn at random", ge=0, le=1)
     exploration_decay: float = option(0.05, "how much ε falls each round", ge=0)
+    fallback: Literal["before", "trained"] = option(
+        "before", "where no model helps: go on from the own one before its last training, or after"
+    )
 
     def messages(self) -> Messages:
         amounts = Array((AsMany("candidates"),), Reals(0, 1))
@@ -81,17 +88,17 @@ class FedFomo(Algorithm):
         if received:
             before: Weights = client.state.get("before", client.weights)
             shares = self.weigh(client, before, [client.weights, *received])
-            client.weights = mix([client.weights, *received], shares)
-            amounts = shares[1:]
+            client.weights = mix([before, client.weights, *received], shares)
+            amounts = shares[2:]
         start = client.weights
         client.weights = client.sgd(start, supervised)
         client.state = {"before": start}
         return Message(model=client.weights, amounts=amounts)
 
     def weigh(self, client: Client, before: Weights, candidates: list[Weights]) -> Tensor:
-        """The share of each candidate, the first being the client's own; they sum to one."""
+        """The share of ``before``, and of each candidate, the first being the client's own."""
         reference = client.loss(before, "validation")
-        gains = []
+        gains = [torch.zeros_like(reference)]
         for candidate in candidates:
             gain = reference - client.loss(candidate, "validation")
             distance = distance_between(candidate, before)
@@ -100,7 +107,7 @@ class FedFomo(Algorithm):
         positive = torch.stack(gains).clamp(min=0)
         total = positive.sum()
         own = torch.zeros_like(positive)
-        own[0] = 1
+        own[0 if self.fallback == "before" else 1] = 1
         shares: Tensor = torch.where(total > 0, positive / total, own)
         return shares
 

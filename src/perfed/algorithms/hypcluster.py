@@ -28,7 +28,7 @@ from perfed.core.algorithm import (
 from perfed.core.declaration import SAMPLES, Array, Messages, Model, Numbered, Whole
 from perfed.core.message import Message
 from perfed.core.schema import option
-from perfed.core.tree import Tree, Weights, combine
+from perfed.core.tree import Tree, Weights
 
 
 @algorithms.register("hypcluster")
@@ -87,4 +87,4 @@ def choose(client: Client, message: Message) -> tuple[torch.Tensor, Weights]:
     received = message["models"]
     models: list[Weights] = [received[str(n)] for n in range(len(received))]
     cluster = torch.stack([client.loss(model, "train") for model in models]).argmin()
-    return cluster, combine(models, lambda tensors: torch.stack(list(tensors))[cluster])
+    return cluster, models[int(cluster)]

@@ -80,6 +80,10 @@ def reproduce(
         typer.Option(metavar="C,…", help="Tables: shares of clients per round; default: 0.1,0.15."),
     ] = None,
     seeds: Annotated[str | None, typer.Option(help="Tables: seeds; default: 0-2.")] = None,
+    methods: Annotated[
+        str | None,
+        typer.Option(metavar="NAME,…", help="Tables: run only these: local,perfed-ckt-3,…"),
+    ] = None,
     shard: ShardOption = "1/1",
     seconds: SecondsOption = float("inf"),
     side_by_side: SideBySideOption = False,
@@ -113,10 +117,10 @@ def reproduce(
             None if fractions is None else parse_numbers(fractions, "--fractions"),
             None if seeds is None else parse_seeds(seeds),
         )
-        study = chosen.study(out / what)
+        study = chosen.study(out / what, methods.split(",") if methods else ())
         how = execution(engine, workers, device, precision, None, checkpoint_seconds)
         _run_study(study, how, shard, seconds, side_by_side)
-        result, name = study.records(), chosen.title
+        result, name = chosen.study(out / what).records(), chosen.title
         if not result:
             raise ConfigError(f"{study.folder} has no finished run yet", "reproduce")
         shown, figure = (

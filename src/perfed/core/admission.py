@@ -26,7 +26,7 @@ from perfed.core.declaration import (
 )
 from perfed.core.errors import Refused, shape_text
 from perfed.core.message import Message
-from perfed.core.tree import escaped
+from perfed.core.tree import escaped, extremes
 
 
 def refusals(
@@ -153,12 +153,8 @@ def _not_finite(messages: Mapping[int, Message]) -> dict[int, str]:
 
 def _all_finite(tensors: list[Tensor]) -> bool:
     """Whether none is infinite, not a number, or too large; a device is waited for once."""
-    pieces: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for tensor in tensors:
-        if tensor.is_floating_point() and tensor.numel():
-            pieces.setdefault((tensor.device, tensor.dtype), []).append(tensor.reshape(-1))
-    largest = [torch.cat(flat).abs_().max() for flat in pieces.values()]
-    return all(bool(one <= LARGEST) for one in largest)  # not a number is not smaller than any
+    # Not a number is not smaller than any.
+    return all(bool((found.abs() <= LARGEST).all()) for found in extremes(tensors))
 
 
 def _out_of_range(

@@ -7,7 +7,7 @@ nested dictionaries whose leaves are tensors, and in which a model's tensors are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import unquote
 
@@ -75,6 +75,19 @@ def combine(models: Sequence[Weights], function: Callable[[Sequence[Tensor]], Te
     )
 
 
+def extremes(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The smallest and the largest of all floating numbers, of each device and type; where one is
+    not a number, that. It takes no memory to find them, unlike to ask each number."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.is_floating_point() and tensor.numel():
+            groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    for (device, _), group in groups.items():
+        if device.type != "cpu":  # few kernels are worth a copy
+            group = [torch.cat([tensor.reshape(-1) for tensor in group])]
+        yield torch.stack([one for tensor in group for one in tensor.aminmax()])
+
+
 Owner = TypeVar("Owner")
 
 
@@ -82,12 +95,8 @@ def find_not_finite(
     tensors: Mapping[Owner, Sequence[tuple[str, Tensor]]],
 ) -> tuple[Owner, str] | None:
     """The first tensor that is not finite, of those named by owner; a device is waited for once."""
-    pieces: dict[torch.device, list[Tensor]] = {}
-    for owned in tensors.values():
-        for _, tensor in owned:
-            if tensor.is_floating_point():
-                pieces.setdefault(tensor.device, []).append(tensor.reshape(-1))
-    if all(bool(torch.cat(flat).isfinite().all()) for flat in pieces.values()):
+    every = (tensor for owned in tensors.values() for _, tensor in owned)
+    if all(bool(found.isfinite().all()) for found in extremes(every)):
         return None
     for owner, owned in tensors.items():
         for name, tensor in owned:

@@ -276,7 +276,10 @@ class ViT(PictureNetwork):
             shape = f"{size[0]}×{size[1]}"
             raise ConfigError(f"patch {self.patch} does not divide pictures of {shape}", "models")
         patches = size[0] * size[1] // self.patch**2
-        blocks = [_Block(self.width, self.heads, self.dropout) for _ in range(self.depth)]
+        blocks = [
+            _Block(self.width, self.heads, self.dropout, last=number == self.depth - 1)
+            for number in range(self.depth)
+        ]
         start = _Patches(channels, self.patch, self.width, patches)
         return [start, *blocks, nn.LayerNorm(self.width, eps=1e-6), _First()], self.width
 
@@ -292,13 +295,15 @@ class _Patches(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         patches = self.project(x).flatten(2).transpose(1, 2)
-        return torch.cat([self.answer.expand(len(x), -1, -1), patches], 1) + self.places
+        return torch.cat([self.answer.expand(x.shape[0], -1, -1), patches], 1) + self.places
 
 
 class _Block(nn.Module):
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
+    """The last one need not compute what nobody looks at: of its vectors only the first is used."""
+
+    def __init__(self, width: int, heads: int, dropout: float, last: bool) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.last = heads, last
         self.before = nn.LayerNorm(width, eps=1e-6)
         self.queries_keys_values = nn.Linear(width, 3 * width)
         self.joined = nn.Linear(width, width)
@@ -311,19 +316,24 @@ class _Block(nn.Module):
         self.drop = nn.Dropout(dropout) if dropout else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.drop(self._attended(self.before(x)))
+        attended = self.drop(self._attended(self.before(x)))
+        x = self._used(x) + attended
         thought: Tensor = x + self.drop(self.think(x))
         return thought
 
     def _attended(self, x: Tensor) -> Tensor:
-        batch, steps, width = x.shape
-        queries, keys, values = (
-            part.reshape(batch, steps, self.heads, -1).transpose(1, 2)
-            for part in self.queries_keys_values(x).chunk(3, -1)
+        queries, keys, values = self.queries_keys_values(x).chunk(3, -1)
+        seen = scaled_dot_product_attention(
+            self._by_head(queries), self._by_head(keys), self._by_head(values)
         )
-        seen = scaled_dot_product_attention(queries, keys, values)
-        joined: Tensor = self.joined(seen.transpose(1, 2).reshape(batch, steps, width))
+        joined: Tensor = self.joined(self._used(seen.transpose(1, 2).flatten(2)))
         return joined
+
+    def _used(self, x: Tensor) -> Tensor:
+        return x[:, :1] if self.last else x
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        return torch.unflatten(x, -1, (self.heads, -1)).transpose(1, 2)
 
 
 class _First(nn.Module):

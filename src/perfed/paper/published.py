@@ -54,14 +54,21 @@ ONE_MODEL = (2150.0, 3120.0)
 
 MAJORITY = Row("majority label", {"name": "majority"}, "personal", None)
 """Not in the paper: how far naming each client's most frequent label goes."""
+FEDAVG_FT = Row("FedAvg-FT", {"name": "fedavg-ft"}, "personal", None)
+"""Not in the paper: the plainest personalization."""
+SUCCESSOR = Row("PerFed-Evidence", {"name": "perfed-evidence"}, "personal", None)
+"""Not in the paper: see docs/successor.md."""
 
 # As many candidates as there are models: the paper's cost says that all m are sent.
 FEDFOMO = {"name": "fedfomo", "candidates": 15}
+FEDFOMO_TRAINED = FEDFOMO | {"fallback": "trained"}
+"""Not its authors': where no model helps, a client keeps what it has trained."""
 
 TABLE_1 = (
     MAJORITY,
     Row("local training", {"name": "local"}, "personal", ((64.02, 0.48), (64.02, 0.48))),
     Row("FedAvg", {"name": "fedavg"}, "global", ((15.53, 1.42), (20.00, 2.66)), ONE_MODEL),
+    FEDAVG_FT,
     Row("FedProx", {"name": "fedprox"}, "global", ((13.64, 1.23), (16.71, 1.79)), ONE_MODEL),
     Row("Scaffold", {"name": "scaffold"}, "global", ((12.92, 1.46), (16.41, 1.14)), ONE_MODEL),
     Row("FedDF", {"name": "feddf"}, "global", ((15.18, 1.18), (17.09, 1.54)), ONE_MODEL),
@@ -82,6 +89,7 @@ TABLE_1 = (
     Row("Ditto (LM)", {"name": "ditto"}, "personal", ((67.21, 1.86), (68.88, 1.95)), ONE_MODEL),
     Row("Ditto (GM)", {"name": "ditto"}, "global", ((21.63, 2.13), (19.16, 2.34)), ONE_MODEL),
     Row("FedFomo", FEDFOMO, "personal", ((74.62, 0.42), (77.56, 0.75)), (3900.0, 5850.0)),
+    Row("FedFomo (trained kept)", FEDFOMO_TRAINED, "personal", None),
     _hypcluster(2, (34.11, 2.63), (28.70, 3.03), (2340.0, 3320.0)),
     _hypcluster(3, (39.17, 2.64), (41.99, 2.48), (2540.0, 3510.0)),
     _hypcluster(5, (52.51, 1.37), (51.92, 1.64), (2930.0, 3900.0)),
@@ -90,6 +98,7 @@ TABLE_1 = (
     _perfed_ckt(2, (73.33, 0.26), (70.86, 0.73)),
     _perfed_ckt(3, (74.31, 0.40), (76.74, 0.71)),
     _perfed_ckt(4, (72.67, 0.31), (73.52, 1.15)),
+    SUCCESSOR,
 )
 
 TABLE_2 = (
@@ -100,6 +109,7 @@ TABLE_2 = (
     _perfed_ckt(2, (72.25, 0.17), (76.14, 0.73)),
     _perfed_ckt(3, (71.84, 0.40), (76.02, 0.66)),
     _perfed_ckt(4, (70.01, 0.31), (73.14, 0.61)),
+    SUCCESSOR,
 )
 
 WEIGHT = 2.0

@@ -39,6 +39,8 @@ INTEREST = (
     "local",
     "perfed-ckt",
     "fedavg",
+    "fedavg-ft",
+    "perfed-evidence",
     "ditto",
     "fedfomo",
     "hypcluster",
@@ -82,24 +84,31 @@ class TableRun:
         """The paper's column beside which a fraction is shown."""
         return FRACTIONS[0] if self.quick else fraction
 
-    def study(self, folder: str | Path) -> Study:
-        """All runs, seed by seed of each method, the most interesting first."""
-        wanted = {str(row.algorithm): row.algorithm for row in self.rows}
-        ordered = sorted(wanted.values(), key=lambda spec: INTEREST.index(spec["name"]))
+    @property
+    def methods(self) -> dict[str, Mapping[str, Any]]:
+        """By name, the most interesting first."""
+        ordered = sorted(self.rows, key=lambda row: INTEREST.index(row.algorithm["name"]))
+        return {method_name(row.algorithm): row.algorithm for row in ordered}
+
+    def study(self, folder: str | Path, methods: Sequence[str] = ()) -> Study:
+        """All runs, or those of some methods, seed by seed of each."""
+        for name in methods:
+            if name not in self.methods:
+                raise ConfigError(f"'{name}' is none of {', '.join(self.methods)}", "--methods")
         return Study(
             folder,
             {
                 self.name(spec, fraction, seed): self.experiment(spec, fraction, seed)
                 for fraction in self.fractions
-                for spec in ordered
+                for name, spec in self.methods.items()
+                if name in methods or not methods
                 for seed in self.seeds
             },
         )
 
     def name(self, spec: Mapping[str, Any], fraction: float, seed: int) -> str:
-        method = "-".join(str(spec[key]) for key in ("name", "clusters") if key in spec)
         how = self.settings if self.selection == "uniform" else f"{self.settings}-{self.selection}"
-        return f"{how}-C{fraction:.3g}-{method}-seed{seed}"
+        return f"{how}-C{fraction:.3g}-{method_name(spec)}-seed{seed}"
 
     def experiment(self, spec: Mapping[str, Any], fraction: float, seed: int) -> Experiment:
         values = read_mapping("digits-dirichlet" if self.quick else "paper-cifar10")
@@ -131,6 +140,12 @@ class TableRun:
         experiment = parse(values)
         assert not isinstance(experiment, Comparison)
         return experiment
+
+
+def method_name(spec: Mapping[str, Any]) -> str:
+    """With those options in which the rows of a table differ: perfed-ckt-3."""
+    telling = ("name", "clusters", "fallback")
+    return "-".join(str(spec[key]) for key in telling if key in spec)
 
 
 # From the smallest to the largest.

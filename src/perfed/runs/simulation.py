@@ -162,7 +162,7 @@ class Simulation(Coordinator):
         )
         self._counts = dict(Counter(self.population.architectures))
         self.records = self.population.records
-        self._outcomes: Mapping[int, Outcome] = {}
+        self._client_facts: Mapping[int, Mapping[str, float]] = {}
 
     def finish_in(self, directory: RunDirectory) -> Result:
         """Run to the end, or until Ctrl-C or another signal to stop."""
@@ -235,7 +235,7 @@ class Simulation(Coordinator):
         check_finite(round, {"the server": [*flatten(self.progress.state).items()]})
         self.engine.commit(self.population)
         self.changed.update(client for client, outcome in outcomes.items() if outcome.changed)
-        self._outcomes = outcomes
+        self._client_facts = {client: outcome.facts for client, outcome in outcomes.items()}
         self._note_training(clients)
         return clients, difference(channel.total, before)
 
@@ -322,7 +322,7 @@ class Simulation(Coordinator):
 
     def _facts(self, clients: list[int]) -> dict[str, Any]:
         """Small things that clients keep (their cluster, say), in the order of ``clients``."""
-        facts = [self._outcomes[client].facts for client in clients]
+        facts = [self._client_facts[client] for client in clients]
         names = sorted({name for one in facts for name in one})
         return {"client_state": {name: [one.get(name) for one in facts] for name in names}}
 

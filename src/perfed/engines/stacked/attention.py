@@ -17,7 +17,9 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
+from perfed.engines.stacked import hopper_vectors
 from perfed.engines.stacked.lanes import physical
+from perfed.engines.stacked.operations import in_precision
 
 _FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -62,12 +64,21 @@ def attended(
     stack = physical([query, key, value])
     if stack is None:
         return None
-    with stack.entered(), sdpa_kernel(_FUSED):
-        n, batch = stack.tensors[0].shape[:2]
-        q, k, v = (tensor.flatten(0, 1) for tensor in stack.tensors)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, **named)
-        y = y.view(n, batch, *y.shape[1:])
+    with stack.entered():
+        y = attention_of_stack(*stack.tensors, is_causal=is_causal, **named)
     return stack.wrap(y)
+
+
+def attention_of_stack(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    """Of (n, batch, heads, tokens, width); options as in ``scaled_dot_product_attention``."""
+    n, batch = query.shape[:2]
+    q, k, v = (tensor.flatten(0, 1) for tensor in in_precision(query, key, value))
+    if not any(options.values()) and hopper_vectors.attends(q, k, v):
+        y = hopper_vectors.attention(q, k, v)
+    else:
+        with sdpa_kernel(_FUSED):
+            y = F.scaled_dot_product_attention(q, k, v, **options)
+    return y.view(n, batch, *y.shape[1:])
 
 
 def multihead(

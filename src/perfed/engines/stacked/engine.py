@@ -132,7 +132,12 @@ class StackedEngine(LocalEngine):
 
     def _work(self, job: Job, ask: Callable[[Request], Any]) -> Any:
         job.client.ask = functools.partial(self._ask, ask)
-        return job.work()
+        try:
+            return job.work()
+        finally:
+            # It knows the job: a circle, in which all that the job made would stay in memory until
+            # Python looks for circles.
+            del job.client.ask
 
     def _ask(self, ask: Callable[[Request], Any], request: Request) -> Any:
         population = request.client.population

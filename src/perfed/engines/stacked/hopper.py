@@ -44,12 +44,15 @@ def normalises(x: Tensor) -> bool:
     """Whether the kernels without matrix products can be used, for norms and depthwise
     convolutions: in float32 as well."""
     return (
-        kernels is not None
-        and x.is_cuda
-        and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        x.dtype in (torch.float32, torch.bfloat16, torch.float16)
         and x.numel() // x.shape[0] < 2**30  # offsets within a client are 32 bits wide
-        and _works(x.device)
+        and available(x)
     )
+
+
+def available(x: Tensor) -> bool:
+    """Whether this GPU has kernels at all."""
+    return kernels is not None and x.is_cuda and _works(x.device)
 
 
 @functools.cache
@@ -262,8 +265,11 @@ class Depthwise(torch.autograd.Function):
 
 
 class Deferred:
-    """A normalisation that has not been applied yet: what comes next can run in the same kernel,
-    forward and backward. Each of these says None where it cannot."""
+    """A layer that has not been applied yet: what comes next can run in the same kernel, forward
+    and backward. Each of these says None where it cannot."""
+
+    shared = False
+    """Whether it may wait though several layers use it."""
 
     def __init__(self, shape: torch.Size) -> None:
         self.shape = shape
@@ -278,6 +284,17 @@ class Deferred:
     def pooled(self) -> Tensor | None:
         """Maxima of 2×2."""
         return None
+
+    def activated(self) -> Tensor | None:
+        """By a GELU."""
+        return None
+
+    def normed(self, weight: Tensor, bias: Tensor, eps: float) -> Deferred | None:
+        """By LayerNorm over the last dimension."""
+        return None
+
+    def value_in(self, dtype: torch.dtype) -> Tensor:
+        return self.value().to(dtype)
 
     def value(self) -> Tensor:
         raise NotImplementedError
@@ -436,26 +453,3 @@ class GroupNormalisation(torch.autograd.Function):
             _last(grads[0]), x, mean, inv, weight, bias, ctx.relu
         )
         return _first(dx), dw.to(weight.dtype), db.to(bias.dtype), None, None, None
-
-
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """Over the last dimension of (n, …, d), in float32, as under ``torch.autocast``."""
-    rows = x.reshape(x.shape[0], -1, x.shape[-1])
-    y: Tensor = LayerNormalisation.apply(rows, weight.contiguous(), bias.contiguous(), eps)
-    return y.view(x.shape)
-
-
-class LayerNormalisation(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        x = x.contiguous()
-        ctx.save_for_backward(x, weight)
-        ctx.eps, ctx.bias_dtype = eps, bias.dtype
-        return triton_norms.layer_norm(x, weight, bias, eps, torch.float32)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        grad = grads[0].contiguous()
-        dx, dw, db = triton_norms.layer_norm_backward(grad, x, weight, ctx.eps)
-        return dx, dw.to(weight.dtype), db.to(ctx.bias_dtype), None

@@ -16,12 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from perfed.engines.stacked import hopper, vendor
+from perfed.engines.stacked import hopper, hopper_vectors, vendor
+from perfed.engines.stacked.attention import attention_of_stack
 from perfed.engines.stacked.hopper import Deferred
 from perfed.engines.stacked.mappable import unbiasing
 from perfed.engines.stacked.operations import (
     PATCHES_LIMIT,
     BatchNorm,
+    Chunks,
     HalvingMaxPool,
     apply,
     batch_last,
@@ -29,6 +31,7 @@ from perfed.engines.stacked.operations import (
     in_precision,
     max_of_pairs,
     output_size,
+    precision,
 )
 
 Rule = Callable[..., Any]  # (layer, stacked tensors, prefix, inputs)
@@ -52,15 +55,22 @@ class Tensors:
         return self.own[name]
 
 
-def _linear(layer: nn.Linear, tensors: Tensors, at: str, x: Tensor) -> Tensor:
+def linear(layer: nn.Linear, tensors: Tensors, at: str, x: Tensor | Deferred) -> Tensor | Deferred:
     weight = tensors[at + "weight"]
+    bias = None if layer.bias is None else tensors[at + "bias"]
+    if isinstance(x, Deferred):
+        x = x.value_in(precision(weight))
+    if bias is not None and hopper.available(x):
+        narrow, matrix = in_precision(x, weight)
+        if hopper_vectors.multiplies(narrow, matrix):
+            return hopper_vectors.linear(narrow, matrix, bias)
+    if not x.is_cuda and x.ndim == 3:  # the other way round, for a batch that is last in memory
+        return _product(bias, weight, x.mT).mT
     rows = x.flatten(1, -2) if x.ndim > 3 else x
-    if not x.is_cuda:  # the other way round, for a batch that is last in memory
-        y = _product(None if layer.bias is None else tensors[at + "bias"], weight, rows.mT).mT
-    elif layer.bias is None:
+    if bias is None:
         y = torch.bmm(rows, weight.mT)
     else:
-        y = torch.baddbmm(tensors[at + "bias"].unsqueeze(1), rows, weight.mT)
+        y = torch.baddbmm(bias.unsqueeze(1), rows, weight.mT)
     return y.reshape(*x.shape[:-1], -1) if x.ndim > 3 else y
 
 
@@ -88,6 +98,11 @@ def relu6(layer: Any, tensors: Tensors, at: str, x: Tensor | Deferred) -> Tensor
     return _rectified(x, 6) or F.relu6(_value(x))
 
 
+def gelu(layer: Any, tensors: Tensors, at: str, x: Tensor | Deferred) -> Tensor:
+    activated = x.activated() if isinstance(x, Deferred) else None
+    return F.gelu(_value(x)) if activated is None else activated
+
+
 def _rectified(x: Tensor | Deferred, kind: int) -> Deferred | None:
     return x.rectified(kind) if isinstance(x, Deferred) else None
 
@@ -99,11 +114,21 @@ def _value(x: Tensor | Deferred) -> Tensor:
 def add(
     layer: None, tensors: Tensors, at: str, x: Tensor | Deferred, other: Tensor | Deferred
 ) -> Tensor | Deferred:
-    if isinstance(other, Deferred) and not isinstance(x, Deferred):
+    if isinstance(other, Deferred) and (not isinstance(x, Deferred) or x.shared):
         x, other = other, x
     plain = _value(other)
     joined = x.plus(plain) if isinstance(x, Deferred) else None
-    return joined or _value(x) + plain
+    return joined or torch.add(*_alike(_value(x), plain))
+
+
+def _alike(x: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """With as many dimensions: one client's (d,) goes with its (b, t, d)."""
+    dims = max(x.ndim, other.ndim)
+
+    def filled(t: Tensor) -> Tensor:
+        return t.view(len(t), *(1,) * (dims - t.ndim), *t.shape[1:]) if t.ndim < dims else t
+
+    return filled(x), filled(other)
 
 
 def _flatten(layer: nn.Flatten, tensors: Tensors, at: str, x: Tensor) -> Tensor:
@@ -167,16 +192,42 @@ def _group_norm(layer: nn.GroupNorm, tensors: Tensors, at: str, x: Tensor) -> Te
     return y * tensors[at + "weight"].view(wide) + tensors[at + "bias"].view(wide)
 
 
-def _layer_norm(layer: nn.LayerNorm, tensors: Tensors, at: str, x: Tensor) -> Tensor:
+def layer_norm(
+    layer: nn.LayerNorm, tensors: Tensors, at: str, x: Tensor | Deferred
+) -> Tensor | Deferred:
     whole = layer.elementwise_affine and layer.bias is not None
-    if whole and len(layer.normalized_shape) == 1 and hopper.normalises(x):
-        return hopper.layer_norm(x, tensors[at + "weight"], tensors[at + "bias"], layer.eps)
+    if whole and len(layer.normalized_shape) == 1:
+        parameters = tensors[at + "weight"], tensors[at + "bias"], layer.eps
+        if isinstance(x, Deferred):
+            normed = x.normed(*parameters)
+            if normed is not None:
+                return normed
+        elif hopper_vectors.normalises(x):
+            return hopper_vectors.layer_norm(x, *parameters)
+    x = _value(x)
     y = F.layer_norm(x, layer.normalized_shape, eps=layer.eps)
     between = x.ndim - 1 - len(layer.normalized_shape)
     wide = (x.shape[0], *(1,) * between, *layer.normalized_shape)
     if layer.elementwise_affine:
         y = y * tensors[at + "weight"].view(wide)
     return y + tensors[at + "bias"].view(wide) if whole else y
+
+
+def attention(options: Mapping[str, Any], tensors: Tensors, at: str, *parts: Tensor) -> Tensor:
+    """Of queries, keys and values."""
+    return attention_of_stack(*parts, **options)
+
+
+def chunk(how: tuple[int, int], tensors: Tensors, at: str, x: Tensor) -> tuple[Tensor, ...]:
+    """So many parts, along this dimension."""
+    if not x.is_cuda:
+        return torch.chunk(x, *how)
+    parts: tuple[Tensor, ...] = apply(Chunks, x, *how)
+    return parts
+
+
+def parameter(layer: None, tensors: Tensors, at: str) -> Tensor:
+    return tensors[at]
 
 
 def _by_sample(layer: nn.Module, tensors: Tensors, at: str, x: Tensor) -> Tensor:
@@ -298,7 +349,6 @@ _ELEMENTWISE = (
     nn.LeakyReLU,
     nn.Tanh,
     nn.Sigmoid,
-    nn.GELU,
     nn.SiLU,
     nn.ELU,
     nn.Hardswish,
@@ -318,19 +368,21 @@ _BY_SAMPLE = (
     nn.MaxPool2d,
 )
 
-FUSING = (relu, relu6, add, max_pool2d)
-"""Rules that may share the kernel of a normalisation before them."""
+FUSING = (relu, relu6, gelu, add, max_pool2d, linear, layer_norm)
+"""Rules that may share a kernel with the layer before them."""
 
 
 def rule_for(layer: nn.Module) -> Rule | None:
     """The rule for exactly this kind of layer; a subclass may do something else."""
     kind = type(layer)
     if kind is nn.Linear:
-        return _linear
+        return linear
     if kind is nn.ReLU:
         return relu
     if kind is nn.ReLU6:
         return relu6
+    if kind is nn.GELU:
+        return gelu if layer.approximate == "none" else _elementwise
     if kind in _ELEMENTWISE:
         return _elementwise_copied if getattr(layer, "inplace", False) else _elementwise
     if kind is nn.Flatten:
@@ -342,7 +394,7 @@ def rule_for(layer: nn.Module) -> Rule | None:
     if kind is nn.GroupNorm:
         return _group_norm
     if kind is nn.LayerNorm:
-        return _layer_norm
+        return layer_norm
     if kind is nn.AdaptiveAvgPool2d and layer.output_size in (1, (1, 1)):
         return _average_to_one
     if kind in _BY_SAMPLE and not getattr(layer, "return_indices", False):

@@ -16,12 +16,15 @@ Pair = tuple[int, int]
 Geometry = tuple[Pair, Pair, Pair]  # stride, padding, dilation
 
 
+def precision(tensor: Tensor) -> torch.dtype:
+    """What PyTorch's own layers compute in, under ``torch.autocast``."""
+    kind = tensor.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
+
+
 def in_precision(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """What PyTorch's own layers do to their inputs under ``torch.autocast``."""
-    kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
-        return tensors
-    return tuple(tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors)
+    """What PyTorch's own layers do to their inputs."""
+    return tuple(tensor.to(precision(tensor)) for tensor in tensors)
 
 
 def batch_last(x: Tensor) -> bool:
@@ -126,6 +129,35 @@ class BatchNorm(torch.autograd.Function):
             gain = scale * weight
             dx = (grad - dbias / count) * gain - centered * (slope * gain * scale.square() / count)
         return dx, slope * scale, dbias, None
+
+
+class Chunks(torch.autograd.Function):
+    """``torch.chunk``. Its gradient costs nothing where the parts' gradients lie side by side."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, count: int, dim: int) -> tuple[Tensor, ...]:
+        ctx.dim = dim
+        return tuple(part.data for part in x.chunk(count, dim))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        whole = _side_by_side(grads, ctx.dim)
+        return torch.cat(grads, ctx.dim) if whole is None else whole, None, None
+
+
+def _side_by_side(parts: Sequence[Tensor], dim: int) -> Tensor | None:
+    """The tensor that they are parts of, one after another; None where they are not."""
+    first = parts[0]
+    memory, size = first.untyped_storage().data_ptr(), first.shape[dim] * first.stride(dim)
+    for number, part in enumerate(parts):
+        here = part.storage_offset() == first.storage_offset() + number * size
+        if not here or part.untyped_storage().data_ptr() != memory:
+            return None
+        if part.shape != first.shape or part.stride() != first.stride():
+            return None
+    shape = list(first.shape)
+    shape[dim] *= len(parts)
+    return first.as_strided(shape, first.stride())
 
 
 def max_of_pairs(x: Tensor, dim: int) -> Tensor:

@@ -47,14 +47,15 @@ class Plan:
         return Counter(source for step in self.steps for source in step.sources)
 
     def run(self, tensors: Tensors, x: Tensor) -> Tensor:
-        results: dict[int, Tensor | Deferred] = {INPUT: x}
+        results: dict[int, Any] = {INPUT: x}
         left = self.uses.copy()
         for number, step in enumerate(self.steps):
             for source in step.sources:
                 found = results[source]
-                waits = step.rule in layers.FUSING and self.uses[source] == 1
-                if isinstance(found, Deferred) and not waits:
-                    results[source] = found.value()
+                if isinstance(found, Deferred):
+                    alone = self.uses[source] == 1 or found.shared
+                    if step.rule not in layers.FUSING or not alone:
+                        results[source] = found.value()
             given = [results[source] for source in step.sources]
             results[number] = step.rule(step.layer, tensors, step.at, *given)
             left.subtract(step.sources)
@@ -67,7 +68,7 @@ class Plan:
         else:
             for counter in tensors.counters:
                 counter.add_(1)
-        last = results[len(self.steps) - 1]
+        last: Tensor | Deferred = results[len(self.steps) - 1]
         return last.value() if isinstance(last, Deferred) else last
 
     def before_last(self) -> Plan | None:
@@ -153,6 +154,9 @@ def _steps(graph: fx.Graph, module: nn.Module) -> list[Step]:
     for node in graph.nodes:
         if node.op in ("placeholder", "output") or _is_batch_size(node):
             continue
+        if _is_identity(node, module):
+            numbers[node] = numbers[node.args[0]]
+            continue
         rule, layer, at, sources = _step(node, module)
         steps.append(Step(rule, layer, at, tuple(numbers[source] for source in sources)))
         numbers[node] = len(steps) - 1
@@ -160,6 +164,12 @@ def _steps(graph: fx.Graph, module: nn.Module) -> list[Step]:
     if numbers[result] != len(steps) - 1 or used != set(range(INPUT, len(steps) - 1)):
         raise _NoRule  # a branch whose buffers move, though nobody sees what it gives
     return steps
+
+
+def _is_identity(node: fx.Node, module: nn.Module) -> bool:
+    if node.op != "call_module":
+        return False
+    return type(module.get_submodule(str(node.target))) is nn.Identity
 
 
 Found = tuple[Rule, Any, str, Sequence[fx.Node]]
@@ -174,6 +184,11 @@ def _step(node: fx.Node, module: nn.Module) -> Found:
         if getattr(layer, "inplace", False):
             _check_alone(node.args[0])
         return rule, layer, f"{node.target}." if node.target else "", _nodes(node.args)
+    if node.op == "get_attr":
+        named = dict(module.named_parameters()) | dict(module.named_buffers())
+        if node.target not in named:
+            raise _NoRule
+        return layers.parameter, None, str(node.target), ()
     translate = _OPERATIONS.get(node.target)
     if node.op not in ("call_function", "call_method") or translate is None:
         raise _NoRule
@@ -194,18 +209,29 @@ def _check_alone(node: Any) -> None:
 
 def _is_batch_size(node: Any) -> bool:
     """``x.size(0)``, ``x.shape[0]``, or what they are taken from."""
+    return _whose_batch_size(node) is not None
+
+
+def _whose_batch_size(node: Any) -> fx.Node | None:
     if not isinstance(node, fx.Node):
-        return False
+        return None
+    source = node.args[0] if node.args else None
     if node.op == "call_method" and node.target == "size":
-        return node.args[1:] in ((0,), ())
+        return _sample(source) if node.args[1:] in ((0,), ()) else None
     if node.op != "call_function":
-        return False
+        return None
     if node.target is getattr:
-        return node.args[1:] == ("shape",)
-    if node.target is not operator.getitem:
-        return False
-    source, *index = node.args
-    return index == [0] and _is_batch_size(source)
+        return _sample(source) if node.args[1:] == ("shape",) else None
+    return _whose_batch_size(source) if _is_first(node) else None
+
+
+def _is_first(node: fx.Node) -> bool:
+    return node.target is operator.getitem and node.args[1:] == (0,)
+
+
+def _sample(node: Any) -> fx.Node | None:
+    """A parameter has no batch."""
+    return node if isinstance(node, fx.Node) and node.op != "get_attr" else None
 
 
 # --------------------------------------------------------------- operations as rules
@@ -235,6 +261,10 @@ def _rectified(x: Any, inplace: bool = False) -> Found:
 
 def _rectified_in_place(x: Any) -> Found:
     return _rectified(x, True)
+
+
+def _activated(x: Any) -> Found:
+    return layers.gelu, None, "", _nodes([x])
 
 
 def _clipped(x: Any, inplace: bool = False) -> Found:
@@ -269,6 +299,56 @@ def _viewed(x: Any, *shape: Any) -> Found:
 def _mean(x: Any, dim: Any, keepdim: bool = False) -> Found:
     dims = [_shifted(d) for d in ([dim] if isinstance(dim, int) else dim)]
     return _of_stack(partial(torch.mean, dim=dims, keepdim=keepdim), x)
+
+
+def _transposed(x: Any, dim0: int, dim1: int) -> Found:
+    return _of_stack(partial(torch.transpose, dim0=_shifted(dim0), dim1=_shifted(dim1)), x)
+
+
+def _unflattened(x: Any, dim: int, sizes: Sequence[int]) -> Found:
+    return _of_stack(partial(torch.unflatten, dim=_shifted(dim), sizes=sizes), x)
+
+
+def _expanded(x: Any, *sizes: Any) -> Found:
+    """To as many samples as the batch has."""
+    like = _whose_batch_size(sizes[0])
+    if like is None or not all(isinstance(size, int) for size in sizes[1:]):
+        raise _NoRule
+    return partial(_expand, sizes[1:]), None, "", _nodes([x, like])
+
+
+def _expand(
+    sizes: tuple[int, ...], layer: None, tensors: Tensors, at: str, x: Tensor, like: Tensor
+) -> Tensor:
+    return x.expand(-1, like.shape[1], *sizes)
+
+
+def _chunked(x: Any, chunks: int, dim: int = 0) -> Found:
+    return layers.chunk, (chunks, _shifted(dim)), "", _nodes([x])
+
+
+def _is_chunks(node: Any) -> bool:
+    called = isinstance(node, fx.Node) and node.op in ("call_function", "call_method")
+    return called and _OPERATIONS.get(node.target) is _chunked
+
+
+def _item(x: Any, index: Any) -> Found:
+    """One of several parts, or of every sample the same place."""
+    if _is_chunks(x):
+        return _of_stack(operator.itemgetter(index), x)
+    places = index if isinstance(index, tuple) else (index,)
+    simple = all(isinstance(place, int | slice) for place in places)
+    if not simple or places[0] != slice(None):
+        raise _NoRule
+    return _of_stack(operator.itemgetter((slice(None), *places)), x)
+
+
+def _attended(
+    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, **named: Any
+) -> Found:
+    if attn_mask is not None or dropout_p:
+        raise _NoRule
+    return layers.attention, named, "", _nodes([query, key, value])
 
 
 def _dropped(x: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Found:
@@ -317,7 +397,7 @@ _OPERATIONS: dict[Any, Callable[..., Found]] = {
     "relu_": _rectified_in_place,
     F.relu_: _rectified_in_place,
     F.relu6: _clipped,
-    F.gelu: _by_sample(F.gelu),
+    F.gelu: _activated,
     F.silu: _by_sample(F.silu),
     F.tanh: _by_sample(torch.tanh),
     torch.tanh: _by_sample(torch.tanh),
@@ -327,6 +407,15 @@ _OPERATIONS: dict[Any, Callable[..., Found]] = {
     "flatten": _flattened,
     "view": _viewed,
     "reshape": _viewed,
+    torch.transpose: _transposed,
+    "transpose": _transposed,
+    torch.unflatten: _unflattened,
+    "unflatten": _unflattened,
+    "expand": _expanded,
+    torch.chunk: _chunked,
+    "chunk": _chunked,
+    operator.getitem: _item,
+    F.scaled_dot_product_attention: _attended,
     torch.mean: _mean,
     "mean": _mean,
     F.dropout: _dropped,

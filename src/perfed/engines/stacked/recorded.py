@@ -31,7 +31,7 @@ from perfed.engines.stacked.stack import (
     StackedStep,
     unstack,
 )
-from perfed.engines.stacked.tape import Taped
+from perfed.engines.stacked.tape import Taped, TapedSteps
 
 
 class Recording:
@@ -209,7 +209,7 @@ class TapedTraining:
         self._step = step
         self._samples = samples
         self._form = tree_flatten((draws.drawn, moving, inputs))[1]
-        self._taped = Taped(self._one_step)
+        self._taped = TapedSteps(self._one_step, len(tree_flatten(draws.drawn)[0]))
 
     @property
     def ready(self) -> bool:
@@ -221,25 +221,28 @@ class TapedTraining:
         """Make steps until there is a tape. What comes back makes the others, in any thread, and
         gives what each client of the stack then has. Moves ``moving`` itself."""
         trained: dict[int, Trained] = {}
-        steps = self._steps(moving, inputs, draws, rate)
-        _go_on_until(lambda: self.ready, steps, trained.update)
+        parts = self._parts(moving, inputs, draws, rate)
+        _go_on_until(lambda: self.ready, parts, trained.update)
 
         def finish() -> dict[int, Trained]:
-            for finished in steps:
+            for finished in parts:
                 trained.update(finished)
             return trained
 
         return finish
 
-    def _steps(
+    def _parts(
         self, moving: Moving, inputs: list[Tensor], draws: Draws, rate: float
     ) -> Iterator[dict[int, Trained]]:
-        """For each step, who has finished with it."""
-        tensors, _ = tree_flatten((moving, inputs))
+        """Single steps, and once there is a tape all steps up to the next that is somebody's last;
+        for each part, who has finished with it."""
+        tensors, _ = tree_flatten((draws.drawn, moving, inputs))
         tensors += draws.public_start, torch.tensor(rate)
-        drawn, _ = tree_flatten(draws.drawn)
-        for number, finished in enumerate(steps_until_all_finish(draws.counts)):
-            self._taped(*(positions[:, number].clone() for positions in drawn), *tensors)
+        done = 0
+        while later := [count for count in draws.counts if count > done]:
+            first, done = done, min(later) if self.ready else done + 1
+            self._taped.steps(first, done, *tensors)
+            finished = [lane for lane, count in enumerate(draws.counts) if count == done]
             yield {lane: unstack(moving, lane) for lane in finished}
 
     def _one_step(self, *tensors: Tensor) -> None:

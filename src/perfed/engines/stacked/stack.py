@@ -32,6 +32,7 @@ from perfed.engines.base import Sgd, Trained, private_draws, step_keys
 from perfed.engines.stacked import hopper
 from perfed.engines.stacked.alone import LoneModule
 from perfed.engines.stacked.attention import mapped_attention
+from perfed.engines.stacked.losses import MappedLosses
 from perfed.engines.stacked.mappable import make_mappable
 from perfed.engines.stacked.plan import Plan, mapped, mapped_both, plan_of, with_rules
 
@@ -528,12 +529,13 @@ class StackedStep:
         }
         given = iter(inputs)
         leaves = [next(given) if leaf is _TENSOR else leaf for leaf in self._leaves]
-        loss = self._objective(
-            next(iter(networks.values())) if self._single else networks,
-            batches if self._batches > 1 else batches[0],
-            Public(publics[0], publics[1]) if publics else None,
-            *tree_unflatten(leaves, self._form),
-        )
+        with MappedLosses():
+            loss = self._objective(
+                next(iter(networks.values())) if self._single else networks,
+                batches if self._batches > 1 else batches[0],
+                Public(publics[0], publics[1]) if publics else None,
+                *tree_unflatten(leaves, self._form),
+            )
         if self._joins is None:
             both = {("private", id(batches[0].x)), *(("public", id(x)) for x in publics[:1])}
             found = [(how, id(x)) for how, x in asked]

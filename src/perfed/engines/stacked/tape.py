@@ -9,10 +9,10 @@ of such lists (TorchScript's), without Python and its lock: two stacks can use t
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ WORTH = 4
 
 _aten = torch.ops.aten
 _OF_NUMBERS = (_aten.scalar_tensor.default, _aten.arange.default, _aten._to_copy.default)
+_INTEGER, _TENSOR = torch._C.IntType.get(), torch._C.TensorType.get()
 _FORMATS = {torch.contiguous_format: 0, torch.preserve_format: 1, torch.channels_last: 2}
 
 
@@ -38,6 +39,8 @@ class Taped:
     calls, so it is made in the one with number ``WORTH``. Where it cannot be made, the function
     itself goes on being called.
     """
+
+    _sliced = 0
 
     def __init__(self, function: Callable[..., Tensor | None]) -> None:
         self._function = function
@@ -57,8 +60,26 @@ class Taped:
             return self._function(*tensors)
         with Tape(tensors) as tape:
             result = self._function(*tensors)
-        self._play = tape.player(result)
+        self._play = tape.player(result, self._sliced)
         return result
+
+
+class TapedSteps(Taped):
+    """A function that changes tensors step by step: of its first ``sliced`` arguments, a step gets
+    a slice along dimension 1. All steps from one to another are one call of the tape."""
+
+    def __init__(self, function: Callable[..., None], sliced: int) -> None:
+        super().__init__(function)
+        self._sliced = sliced
+
+    def steps(self, first: int, last: int, *tensors: Tensor) -> None:
+        """Those with the numbers ``first``, …, ``last - 1``."""
+        sliced, others = tensors[: self._sliced], tensors[self._sliced :]
+        for number in range(first, last):
+            if self._play is not None:
+                self._play(number, last, *tensors)
+                return
+            self(*(tensor[:, number].clone() for tensor in sliced), *others)
 
 
 @dataclass(frozen=True)
@@ -96,7 +117,7 @@ class Tape(DispatchMode):
         self.places: dict[int, Place] = {}
         self.arguments: dict[str, Tensor] = {}
         self.constants: dict[str, Tensor] = {}
-        self._holders: dict[int, tuple[str, torch.dtype]] = {}  # by memory
+        self._holders: dict[int, tuple[str, Tensor]] = {}  # by memory
         self._alive: list[Any] = []  # or a new tensor might get the id of an old one
         for number, tensor in enumerate(arguments):
             self.faithful &= _memory(tensor) not in self._holders  # of two, whose is a view?
@@ -116,6 +137,10 @@ class Tape(DispatchMode):
         self._alive.append((arguments, returned))
         if operation in _OF_NUMBERS and not tensors:
             self._keep(returned)
+        elif operation is _aten.ones_like.default and returned.is_contiguous():
+            # Without what it is like: where a gradient begins, that is a loss nobody looks at.
+            arguments = [list(returned.shape), returned.dtype, None, returned.device, None]
+            self._write_down(_aten.ones.default, arguments, set(), returned)
         else:
             reads = {self.places[id(tensor)].name for tensor in tensors}
             self._write_down(operation, arguments, reads, returned)
@@ -142,7 +167,7 @@ class Tape(DispatchMode):
             return None
         if id(result) in self.places:
             return None
-        holder, dtype = self._holders.get(_memory(result), (None, result.dtype))
+        holder, whole = self._holders.get(_memory(result), (None, result))
         if holder is None:
             holder = f"t{len(self._holders)}"
             self._hold(holder, result)
@@ -150,26 +175,27 @@ class Tape(DispatchMode):
         if holder in self.constants:
             self._keep(result)
         else:
-            self.faithful &= dtype == result.dtype
-            view = (list(result.shape), list(result.stride()), result.storage_offset())
-            self.places[id(result)] = Place(holder, view)
+            self.faithful &= whole.dtype == result.dtype
+            view = _view(result)
+            self.places[id(result)] = Place(holder, None if view == _view(whole) else view)
         return None
 
     def _hold(self, name: str, tensor: Tensor) -> None:
         self.places[id(tensor)] = Place(name)
-        self._holders.setdefault(_memory(tensor), (name, tensor.dtype))
+        self._holders.setdefault(_memory(tensor), (name, tensor))
 
     def _keep(self, tensor: Tensor) -> None:
         name = f"c{len(self.constants)}"
         self.constants[name] = tensor
         self._hold(name, tensor)
 
-    def player(self, result: Tensor | None) -> Callable[..., Tensor | None] | None:
-        """The function that plays the tape; None where there is none that does the same."""
+    def player(self, result: Tensor | None, sliced: int = 0) -> Callable[..., Tensor | None] | None:
+        """The function that plays the tape; None where there is none that does the same. Where
+        arguments are sliced, it plays it for the steps from one number to another."""
         if not self.faithful:
             return None
         try:
-            return _player(self, result)
+            return _player(self, result, sliced)
         except (AttributeError, LookupError, RuntimeError, TypeError) as error:
             log.debug("a stack's computation cannot be played back: %s", error)
             return None
@@ -185,22 +211,28 @@ class Tape(DispatchMode):
         return lines[::-1]
 
 
-def _player(tape: Tape, result: Tensor | None) -> Callable[..., Tensor | None]:
-    script = Script(tape)
-    for line in tape.needed(result):
-        script.write(line)
+def _player(tape: Tape, result: Tensor | None, sliced: int) -> Callable[..., Tensor | None]:
+    script = Script(tape, sliced)
+    with script.each_step() if sliced else nullcontext():
+        for line in tape.needed(result):
+            script.write(line)
     function = script.function(result)
     constants = tuple(tape.constants.values())
 
-    def play(*tensors: Tensor) -> Tensor | None:
+    # What changes its arguments makes nothing that leaves it, and that autograd might meet.
+    without_gradients = torch.inference_mode if result is None else torch.no_grad
+
+    def run(given: tuple[Any, ...]) -> Tensor | None:
         # Its optimiser would take longer than a run.
-        with contextlib.ExitStack() as plainly:
-            plainly.enter_context(torch.no_grad())
-            plainly.enter_context(torch.jit.optimized_execution(False))
-            if torch.is_autocast_enabled("cpu"):
-                plainly.enter_context(torch.autocast("cpu", enabled=False))
-            played: Tensor | None = function(*tensors, *constants)
+        with without_gradients(), torch.jit.optimized_execution(False):
+            played: Tensor | None = function(*given, *constants)
         return played
+
+    def play(*given: Any) -> Tensor | None:
+        if not torch.is_autocast_enabled("cpu"):
+            return run(given)
+        with torch.autocast("cpu", enabled=False):
+            return run(given)
 
     return play
 
@@ -208,11 +240,36 @@ def _player(tape: Tape, result: Tensor | None) -> Callable[..., Tensor | None]:
 class Script:
     """A tape in the form that TorchScript runs."""
 
-    def __init__(self, tape: Tape) -> None:
+    def __init__(self, tape: Tape, sliced: int) -> None:
         self._places = tape.places
+        self._sliced = [*tape.arguments][:sliced]
         self._graph = torch._C.Graph()
-        names = [*tape.arguments, *tape.constants]
+        numbers = ["first", "last"] if sliced else []
+        names = [*numbers, *tape.arguments, *tape.constants]
         self._values: dict[Any, Any] = {name: self._graph.addInput(name) for name in names}
+        for name in numbers:
+            self._values[name].setType(_INTEGER)
+
+    @contextmanager
+    def each_step(self) -> Iterator[None]:
+        """What is written inside is done for each step."""
+        first, last = self._values["first"], self._values["last"]
+        count = self._append("aten::sub", [last, first], [_INTEGER]).output()
+        going_on, nothing = self._constant(True), self._constant(None)  # both needed outside, too
+        loop = self._append("prim::Loop", [count, going_on], [])
+        body = loop.addBlock()
+        done = body.addInputToBlock()
+        done.setType(_INTEGER)
+        with self._graph.insert_point_guard(body):
+            number = self._append("aten::add", [first, done], [_INTEGER]).output()
+            for name in self._sliced:
+                values = [self._values[name], self._constant(1), number]
+                part = self._append("aten::select", values, [_TENSOR]).output()
+                self._values[name] = self._append(
+                    "aten::clone", [part, nothing], [_TENSOR]
+                ).output()
+            yield
+            body.registerOutput(going_on)
 
     def write(self, line: Line) -> None:
         signature = _signature(line.operation)
@@ -254,7 +311,7 @@ class Script:
         key = repr(place)
         if key not in self._values:
             values = [self._values[place.name], *map(self._constant, place.view)]
-            node = self._append("aten::as_strided", values, [torch._C.TensorType.get()])
+            node = self._append("aten::as_strided", values, [_TENSOR])
             self._values[key] = node.output()
         return self._values[key]
 
@@ -262,7 +319,7 @@ class Script:
         key = type(value), repr(value)
         if key not in self._values:
             if value == []:  # of what, a constant could not say: sizes, in all operations there are
-                integers = torch._C.ListType(torch._C.IntType.get())
+                integers = torch._C.ListType(_INTEGER)
                 self._values[key] = self._append("prim::ListConstruct", [], [integers]).output()
             else:
                 self._values[key] = self._graph.insertConstant(value)
@@ -272,6 +329,11 @@ class Script:
 def _memory(tensor: Tensor) -> int:
     memory: int = tensor.untyped_storage()._cdata
     return memory
+
+
+def _view(tensor: Tensor) -> tuple[Any, ...]:
+    """What part of its memory it is, and in which order."""
+    return list(tensor.shape), list(tensor.stride()), tensor.storage_offset()
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
