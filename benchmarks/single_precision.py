@@ -2,6 +2,9 @@
 
     python benchmarks/single_precision.py --out benchmarks/results/single_precision_h200.json
 
+With ``--steps benchmarks/results/networks_h200.json`` steps are not measured, but taken from a
+record of ``networks.py``.
+
 The floor of a network: of each convolution, linear layer and attention, the forward pass and the
 gradients, for ten clients with 64 samples each. Every pass counts with the fastest of these ways:
 cuDNN's convolution client by client, with channels first or last in memory, on one stream or on
@@ -228,6 +231,13 @@ def floor(network: Network, precision: str) -> Iterator[dict[str, Any]]:
             torch.cuda.empty_cache()
 
 
+def recorded_step(record: Path, name: str, precision: str) -> float:
+    rows = json.loads(record.read_text("utf-8"))["networks"][name]["rows"]
+    found = [row for row in rows if (row["engine"], row["precision"]) == ("stacked", precision)]
+    milliseconds: float = found[0]["step_ms"]
+    return milliseconds
+
+
 def step(network: Network, precision: str, repeats: int) -> float:
     way = Way(network, "stacked", precision, DEVICE)
     way.warm_up()
@@ -241,6 +251,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--networks", nargs="+", default=names, choices=list(NETWORKS))
+    parser.add_argument("--steps", type=Path)
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
     record: dict[str, Any] = {"clients": CLIENTS, "batch": BATCH, "wanted": WANTED, "networks": {}}
@@ -251,7 +262,10 @@ def main() -> None:
         for precision in ("float32", "tf32"):
             rows = list(floor(network, precision))
             least = sum(row["ms"] * row["count"] for row in rows)
-            taken = step(network, precision, arguments.repeats)
+            if arguments.steps:
+                taken = recorded_step(arguments.steps, name, precision)
+            else:
+                taken = step(network, precision, arguments.repeats)
             found = {"floor_ms": least, "step_ms": taken, "ratio": taken / least, "rows": rows}
             record["networks"][name]["precisions"][precision] = found
             print(
