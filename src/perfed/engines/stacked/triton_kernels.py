@@ -936,13 +936,14 @@ def norm_apply(
 
 
 def row_stride(t: Tensor) -> int | None:
-    """From each of the rows of C values of (n, B, H, W, C) to the next; None: it varies."""
+    """From each of the rows of C values of (n, B, H, W, C) to the next; None: it varies, or what
+    they are part of is too long for offsets of 32 bits."""
     _, batch, height, width, c = t.shape
     if t.is_contiguous():
         return c
     row = t.stride(3)
     even = t.stride() == (batch * height * width * row, height * width * row, width * row, row, 1)
-    return row if even else None
+    return row if even and t.stride(0) < 2**30 else None
 
 
 def norm_backward(
