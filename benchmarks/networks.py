@@ -85,6 +85,7 @@ NETWORKS = {
     "resnet18": Network("ResNet18, BatchNorm", {"name": "resnet18"}),
     "resnet18-gn": Network("ResNet18, GroupNorm", {"name": "resnet18", "norm": "group"}),
     "mobilenet-v2": Network("MobileNetV2", {"name": "mobilenet-v2"}),
+    "googlenet": Network("GoogLeNet", {"name": "googlenet"}, cpu_steps=1),
     "vit": Network("ViT, 6 blocks of width 192", {"name": "vit"}),
 }
 

@@ -3,12 +3,14 @@
 import functools
 import gc
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.func import functional_call
 
 import perfed
@@ -22,6 +24,7 @@ from perfed.engines.stacked import StackedEngine
 from perfed.engines.stacked.layers import Tensors
 from perfed.engines.stacked.plan import plan_of
 from perfed.engines.stacked.stack import StackedModule
+from perfed.models.pictures import Added, _inception, _inverted, _normed
 from perfed.runs.simulation import Simulation
 from tests.conftest import spec, tiny
 from tests.engines.test_layers import LAYERS, compare
@@ -289,6 +292,40 @@ def test_a_transformer_gives_what_one_client_at_a_time_gives(precision: str) -> 
     wanted = torch.autograd.grad((plain * weigh).sum(), list(stacked.values()))
     for name, a, b in zip(stacked, found, wanted, strict=True):
         assert (a - b).norm() < bound * b.norm(), name
+
+
+BLOCKS: dict[str, Callable[[], list[nn.Module]]] = {
+    "inception": lambda: [_inception(64, 32, 32, 48, 16, 32, 16), nn.MaxPool2d(3, 2, padding=1)],
+    "inverted": lambda: [_inverted(64, 64, 6, 1), _inverted(64, 96, 6, 2)],
+    "residual": lambda: [Added(nn.Sequential(*_normed(64, 64, 3)), nn.Identity()), nn.ReLU()],
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_the_kernels_give_what_pytorch_gives_where_paths_part_and_meet(name: str) -> None:
+    """bf16 alone makes a tenth of difference in these gradients, a lost one much more."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("there are kernels for Hopper GPUs only")
+    torch.manual_seed(0)
+    module = nn.Sequential(*_normed(3, 64, 3), nn.ReLU(), *BLOCKS[name]()).cuda().train()
+    plan = plan_of(module)
+    assert plan is not None
+    stacked = {
+        name: torch.stack([t.detach(), t.detach()])
+        for name, t in (*module.named_parameters(), *module.named_buffers())
+    }
+    kernels = {name: t for name, t in module.named_parameters() if t.ndim == 4}
+    leaves = [stacked[name].requires_grad_() for name in kernels]
+    x = torch.randn(2, 16, 3, 16, 16, device="cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        fast = plan.run(Tensors(stacked), x).float()
+    plain = torch.stack([module(images) for images in x])
+    assert (fast - plain).norm() < 0.05 * plain.norm()
+    weigh = torch.randn_like(plain)
+    found = torch.autograd.grad((fast * weigh).sum(), leaves)
+    wanted = torch.autograd.grad((plain * weigh).sum(), [*kernels.values()])
+    for own, other in zip(found, wanted, strict=True):
+        assert (own.sum(0) - other).norm() < 0.3 * other.norm()
 
 
 @pytest.mark.parametrize("name", ["vgg11-bn", "vgg13", "cnn"])

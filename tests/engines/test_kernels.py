@@ -104,14 +104,29 @@ for channels, out, kernel, stride, padding in (
 x, w = leaf(N, 3, 64, 8, 8), leaf(N, 8, 64, 3, 3)
 assert hopper.conv2d(x, w, None, ((2, 2), (1, 1), (1, 1)), bias_grad=True) is None  # an odd batch
 for channels, kernel, stride, padding, dilation in (
-    (16, 3, 1, 1, 1), (24, 3, 2, 1, 1), (20, 5, 2, 2, 1), (80, 3, 1, 2, 2)
+    (16, 3, 1, 1, 1), (24, 3, 2, 1, 1), (20, 5, 2, 2, 1), (80, 3, 1, 2, 2), (64, 2, 3, 2, 1)
 ):
-    x, w, b = leaf(N, 3, channels, 7, 7), leaf(N, channels, 1, kernel, kernel), leaf(N, channels)
+    x, w, b = leaf(N, 3, channels, 7, 6), leaf(N, channels, 1, kernel, kernel), leaf(N, channels)
     geometry = (stride, stride), (padding, padding), (dilation, dilation)
     plain = each(
         lambda x, w, b: F.conv2d(x, w, b, stride, padding, dilation, channels), x, w, b
     )
     same(hopper.depthwise(x, w, b, geometry), plain, x, w, b)
+for channels, kernel, stride, padding, dilation in (
+    (16, 3, 1, 1, 1), (24, 3, 2, 1, 1), (20, 2, 3, 1, 2), (64, 5, 2, 0, 1)
+):
+    x = torch.randint(-3, 3, (N, 3, channels, 9, 8)).float().requires_grad_()  # many are equal
+    geometry = (stride, stride), (padding, padding), (dilation, dilation)
+    plain = each(lambda x: F.max_pool2d(x, kernel, stride, padding, dilation), x)
+    same(hopper.max_pool2d(x, (kernel, kernel), geometry), plain, x)
+for first in (1, 2, 3):  # bands of rows that end where the first samples do, and that do not
+    x, w = torch.randn(N, 4, 64, 8, 8), torch.randn(N, 64, 1, 3, 3)
+    y = hopper.depthwise(x, w, None, ((1, 1), (1, 1), (1, 1)))
+    halves = y.split([first, 4 - first], 1)
+    weight = torch.ones(N, 64)
+    plain = [each(lambda y: F.batch_norm(y, None, None, training=True), half) for half in halves]
+    norm = hopper.batch_norm(y, weight, 0 * weight, [], 0.1, 1e-5, first)
+    torch.testing.assert_close(norm.value(), torch.cat(plain, 1), rtol=1e-4, atol=1e-4)
 for channels, groups, relu in ((64, 2, 1), (64, 32, 0), (30, 3, 1), (96, 32, 1), (8, 8, 0)):
     x, w, b = leaf(N, 2, channels, 5, 5), leaf(N, channels), leaf(N, channels)
     norm = hopper.group_norm(x, w, b, groups, 1e-5)
@@ -155,6 +170,26 @@ for relu in (0, 1, 6):
         plain = plain + other if added else plain
         plain = plain.clamp(0, 6 if relu == 6 else None) if relu else plain
         same(norm.value(), plain, *([x, w, b, other] if added else [x, w, b]))
+for cut in (8, 12):  # gradients that are parts of longer rows, and that lie otherwise
+    x, w, b = leaf(N, 4, 24, 4, 4), leaf(N, 24), leaf(N, 24)
+    y = hopper.batch_norm(x, w, b, [], 0.1, 1e-5, 2).rectified(1).value()
+    rows = y.permute(0, 1, 3, 4, 2)
+    fast = torch.cat([rows, rows[..., :cut]], 4) if cut == 8 else rows.permute(1, 2, 3, 4, 0).tanh()
+    z = torch.cat([each(lambda x, w, b: F.batch_norm(x, None, None, w, b, True), half, w, b)
+                   for half in x.split(2, 1)], 1).relu().permute(0, 1, 3, 4, 2)
+    plain = torch.cat([z, z[..., :cut]], 4) if cut == 8 else z.permute(1, 2, 3, 4, 0).tanh()
+    same(fast, plain, x, w, b)
+shape, pointwise = ((1, 1), (0, 0), (1, 1)), lambda x, w: F.conv2d(x, w)
+for users in (1, 2, 3):  # of what a normalisation gives
+    x, w, b = leaf(N, 4, 16, 4, 4), leaf(N, 16), leaf(N, 16)
+    matrices = [leaf(N, 16, 16, 1, 1) for _ in range(users)]
+    y = hopper.batch_norm(x, w, b, [], 0.1, 1e-5, 4).rectified(1).value()
+    fast = sum(hopper.conv2d(y, matrix, None, shape, bias_grad=True) for matrix in matrices)
+    norm = hopper.batch_norm(fast, w, b, [], 0.1, 1e-5, 4).plus(y).rectified(1).value()
+    normed = lambda x, w, b: F.batch_norm(x, None, None, w, b, True)
+    z = each(normed, x, w, b).relu()
+    plain = sum(each(pointwise, z, matrix) for matrix in matrices)
+    same(norm, (each(normed, plain, w, b) + z).relu(), x, w, b, *matrices)
 hopper.normalises = lambda x: True
 vendor.PATCHES_AT_ONCE = 1  # one client after the other
 torch.backends.cudnn.allow_tf32 = False
@@ -208,10 +243,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from perfed.engines.stacked import (
-    triton_attention, triton_depthwise, triton_kernels, triton_linear, triton_norms, triton_patches
+    triton_attention, triton_depthwise, triton_kernels, triton_linear, triton_norms, triton_patches,
+    triton_pooling,
 )
 
-KINDS = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+KINDS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.uint8: "*u8"}
 
 
 def compile(kernel, grid, *args, **options):
@@ -228,16 +264,20 @@ def compile(kernel, grid, *args, **options):
 
 
 for module in (
-    triton_attention, triton_depthwise, triton_kernels, triton_linear, triton_norms, triton_patches
+    triton_attention, triton_depthwise, triton_kernels, triton_linear, triton_norms, triton_patches,
+    triton_pooling,
 ):
     module.launch = compile
-for kind in KINDS:
-    x, w = torch.zeros(1, 4, 8, 8, 64, dtype=kind), torch.zeros(1, 64, 3, 3, dtype=kind)
+half = torch.bfloat16
+for kind in (half, torch.float32):
+    x, w = torch.zeros(1, 4, 8, 8, 64, dtype=kind), torch.zeros(1, 9, 64, dtype=kind)
     for stride in (1, 2):
         geometry = (stride, stride), (1, 1), (1, 1)
-        y, _ = triton_depthwise.depthwise_forward(x, w, None, geometry)
-        triton_depthwise.depthwise_input_grad(y, w, (8, 8), geometry)
+        y, _ = triton_depthwise.depthwise_forward(x, w, (3, 3), None, geometry)
+        triton_depthwise.depthwise_input_grad(y, w, (3, 3), (8, 8), geometry)
         triton_depthwise.depthwise_weight_grad(x, y, (3, 3), geometry)
+        y, places = triton_pooling.max_pool(x, (3, 3), geometry)
+        triton_pooling.max_pool_backward(y, places, (8, 8), (3, 3), geometry)
     w, mean, after = torch.zeros(1, 64), torch.zeros(1, 1, 64), triton_kernels.After(6)
     triton_kernels.norm_stats(x, None, 4, [], 0.1, 1e-5)
     y, _ = triton_kernels.norm_apply(x, mean, mean, w, w, 4, after, x)
@@ -245,7 +285,6 @@ for kind in KINDS:
     y, mean, inv = triton_norms.group_norm(x, w, w, 2, 1e-5, True)
     triton_norms.group_norm_backward(y, x, mean, inv, w, w, True)
 triton_patches.patches(x, (3, 3), (8, 8), ((1, 1), (1, 1), (1, 1)))
-half = torch.bfloat16
 rows = torch.zeros(1, 40, 64)
 product = rows.to(half)
 triton_norms.layer_norm(rows, product, w, w, w, 1e-5, half)

@@ -19,10 +19,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 try:
-    from perfed.engines.stacked import triton_depthwise, triton_norms
+    from perfed.engines.stacked import triton_depthwise, triton_norms, triton_pooling
     from perfed.engines.stacked import triton_kernels as kernels
 except ImportError:  # no Triton on this machine
     kernels = None  # type: ignore[assignment]
@@ -97,29 +96,29 @@ def descend(moves: Sequence[Move], rate: Tensor) -> None:
     for move in moves:
         param, direction, rounded = move
         if _has_kernel(move):
-            kernels.descend(param, direction, rate, rounded)
+            kernels.descend(param, _like(param, direction, direction.dtype), rate, rounded)
         elif param.is_cuda:
             small.append(move)
         else:
             param.addcmul_(direction.to(param.dtype), rate, value=-1)
     if small:  # one kernel for many, each of which is over before the next has begun
-        directions = [_like(move.param, move.direction) for move in small]
+        directions = [_like(m.param, m.direction, m.param.dtype) for m in small]
         torch._foreach_sub_([move.param for move in small], torch._foreach_mul(directions, rate))
         for param, _, rounded in small:
             if rounded is not None:
                 rounded.copy_(param)
 
 
-def _like(param: Tensor, direction: Tensor) -> Tensor:
-    """In its precision and layout: one that differs would send all of them one by one."""
+def _like(param: Tensor, direction: Tensor, dtype: torch.dtype) -> Tensor:
+    """In its layout: one that differs would send all of them one by one."""
     if direction.stride() == param.stride():
-        return direction.to(param.dtype)
-    return torch.empty_like(param).copy_(direction)
+        return direction.to(dtype)
+    return torch.empty_like(param, dtype=dtype).copy_(direction)
 
 
 def _has_kernel(move: Move) -> bool:
     param, direction, rounded = move
-    alike = all(t.stride() == param.stride() for t in (direction, rounded) if t is not None)
+    alike = rounded is None or rounded.stride() == param.stride()
     wide = param.dtype == torch.float32 and param.numel() >= LARGE
     return alike and wide and usable(direction)
 
@@ -127,6 +126,15 @@ def _has_kernel(move: Move) -> bool:
 def _last(x: Tensor) -> Tensor:
     """(n, b, c, h, w) → contiguous (n, b, h, w, c); no copy if it lies so already."""
     return x.permute(0, 1, 3, 4, 2).contiguous()
+
+
+def _padded(x: Tensor) -> Tensor:
+    """As :func:`_last`, its channels filled up with zeros to a power of two."""
+    n, batch, channels, height, width = x.shape
+    y = x.new_empty(n, batch, height, width, kernels.pow2(channels))
+    y[..., :channels] = x.permute(0, 1, 3, 4, 2)
+    y[..., channels:] = 0
+    return y
 
 
 def _first(x: Tensor) -> Tensor:
@@ -157,7 +165,7 @@ def conv2d(
         images, matrices = (n, batch, *size, channels), (n, out, height, width, channels)
         if geometry[0] != (1, 1) and not kernels.strides(images, matrices, geometry):
             return None
-    return _with_moments(Convolution, x, weight, bias, geometry, small, bias_grad)
+    return _with_moments(Convolution, _own(x), weight, bias, geometry, small, bias_grad)
 
 
 def _with_moments(function: Any, *inputs: Any) -> Tensor:
@@ -166,6 +174,16 @@ def _with_moments(function: Any, *inputs: Any) -> Tensor:
     y: Tensor = function.apply(*inputs, moments)
     y._moments = (moments[0], y._version)  # type: ignore[attr-defined]
     return y
+
+
+def _own(x: Tensor) -> Tensor:
+    """The same numbers, as nobody else has been given them, where a normalisation has made such a
+    twin: the gradients of its two users then meet in its kernel, and need none for their sum."""
+    twin, version = getattr(x, "_twin", (None, 0))
+    if twin is None or version != x._version:
+        return x
+    x._twin = None, 0  # type: ignore[attr-defined]
+    return twin
 
 
 def _bias_gradient(grad: Tensor, dtype: torch.dtype) -> Tensor:
@@ -187,10 +205,8 @@ class Convolution(torch.autograd.Function):
         bias_grad: bool,
         moments: list[Any],
     ) -> Tensor:
-        x, weight = _last(x), weight.permute(0, 1, 3, 4, 2).contiguous()
-        if small:
-            channels = 1 << (x.shape[4] - 1).bit_length()
-            x = F.pad(x, (0, channels - x.shape[4]))
+        weight = weight.permute(0, 1, 3, 4, 2).contiguous()
+        x = _padded(x) if small else _last(x)
         ctx.save_for_backward(x, weight)
         ctx.small, ctx.geometry, ctx.bias_grad = small, geometry, bias_grad
         bias = None if bias is None else bias.contiguous()
@@ -227,7 +243,7 @@ def depthwise(
     x: Tensor, weight: Tensor, bias: Tensor | None, geometry: tuple[Pair, Pair, Pair]
 ) -> Tensor:
     """A convolution with a kernel (n, c, 1, kh, kw) for each channel."""
-    return _with_moments(Depthwise, x, weight, bias, geometry)
+    return _with_moments(Depthwise, _own(x), weight, bias, geometry)
 
 
 class Depthwise(torch.autograd.Function):
@@ -240,11 +256,13 @@ class Depthwise(torch.autograd.Function):
         geometry: tuple[Pair, Pair, Pair],
         moments: list[Any],
     ) -> Tensor:
-        x, weight = _last(x), weight.squeeze(2).contiguous()
+        kernel = weight.shape[3], weight.shape[4]
+        x, weight = _last(x), triton_depthwise.by_tap(weight.squeeze(2))
         bias = None if bias is None else bias.contiguous()
         ctx.save_for_backward(x, weight)
-        ctx.geometry, ctx.bias_dtype = geometry, None if bias is None else bias.dtype
-        y, found = triton_depthwise.depthwise_forward(x, weight, bias, geometry)
+        ctx.kernel, ctx.geometry = kernel, geometry
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        y, found = triton_depthwise.depthwise_forward(x, weight, kernel, bias, geometry)
         moments.append(found)
         return _first(y)
 
@@ -252,16 +270,36 @@ class Depthwise(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         grad = _last(grads[0])
-        size, kernel = tuple(x.shape[2:4]), tuple(weight.shape[2:])
+        size, kernel, geometry = tuple(x.shape[2:4]), ctx.kernel, ctx.geometry
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
-            dx = triton_depthwise.depthwise_input_grad(grad, weight, size, ctx.geometry)
+            dx = triton_depthwise.depthwise_input_grad(grad, weight, kernel, size, geometry)
             dx = _first(dx)
         if ctx.needs_input_grad[1]:
-            dw = triton_depthwise.depthwise_weight_grad(x, grad, kernel, ctx.geometry).unsqueeze(2)
+            dw = triton_depthwise.depthwise_weight_grad(x, grad, kernel, geometry).unsqueeze(2)
         if ctx.needs_input_grad[2]:
             db = _bias_gradient(grad, ctx.bias_dtype)
         return dx, dw, db, None, None
+
+
+def max_pool2d(x: Tensor, window: Pair, geometry: tuple[Pair, Pair, Pair]) -> Tensor:
+    y: Tensor = MaxPooling.apply(_own(x), window, geometry)
+    return y
+
+
+class MaxPooling(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, window: Pair, geometry: tuple[Pair, Pair, Pair]) -> Tensor:
+        y, places = triton_pooling.max_pool(_last(x), window, geometry)
+        ctx.save_for_backward(places)
+        ctx.how = (x.shape[3], x.shape[4]), window, geometry
+        return _first(y)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (places,) = ctx.saved_tensors
+        dx = triton_pooling.max_pool_backward(_last(grads[0]), places, *ctx.how)
+        return _first(dx), None, None
 
 
 class Deferred:
@@ -349,7 +387,7 @@ class BatchNormed(Deferred):
             return None
         if other.dtype != self._x.dtype:  # the sum would be in the wider of the two
             return None
-        return BatchNormed(self._x, self._parameters, self._first, other)
+        return BatchNormed(self._x, self._parameters, self._first, _own(other))
 
     def rectified(self, relu: int) -> Deferred | None:
         if self._relu:
@@ -364,14 +402,15 @@ class BatchNormed(Deferred):
 
     def _applied(self, pool: bool) -> Tensor:
         after = kernels.After(self._relu, pool)
-        y: Tensor = BatchNormalisation.apply(
+        y, twin = BatchNormalisation.apply(
             self._x, self._added, *self._parameters, self._first, after
         )
+        y._twin = twin, y._version
         return y
 
 
 class BatchNormalisation(torch.autograd.Function):
-    """Normalise with these statistics, and what comes after."""
+    """Normalise with these statistics, and what comes after; the result twice (:func:`_own`)."""
 
     @staticmethod
     def forward(
@@ -384,7 +423,8 @@ class BatchNormalisation(torch.autograd.Function):
         inv: Tensor,
         first: int,
         after: Any,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
         x = _last(x)
         other = None if added is None else _last(added)
         keep = any(ctx.needs_input_grad)
@@ -393,13 +433,15 @@ class BatchNormalisation(torch.autograd.Function):
         output = y if added is not None and after.relu else None
         ctx.save_for_backward(x, winners, weight, bias, mean, inv, output)
         ctx.first, ctx.after = first, after
-        return y
+        return y, y.data
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         x, winners, weight, bias, mean, inv, output = ctx.saved_tensors
+        one, *second = (grad for grad in grads if grad is not None)
+        rows = one.permute(0, 1, 3, 4, 2)
         dx, dw, db, passed = kernels.norm_backward(
-            _last(grads[0]),
+            rows.contiguous() if kernels.row_stride(rows) is None else rows,
             x,
             winners,
             mean,
@@ -409,6 +451,7 @@ class BatchNormalisation(torch.autograd.Function):
             ctx.first,
             ctx.after,
             None if output is None else _last(output),
+            *map(_last, second),
         )
         of_added = _first(passed) if ctx.needs_input_grad[1] else None
         nothing = None, None, None, None

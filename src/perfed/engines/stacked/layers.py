@@ -323,7 +323,16 @@ def max_pool2d(layer: nn.MaxPool2d, tensors: Tensors, at: str, x: Tensor | Defer
             return max_of_pairs(max_of_pairs(x, -1), -2)
         y: Tensor = apply(HalvingMaxPool, x)
         return y
+    if x.ndim == 5 and hopper.usable(x) and not layer.ceil_mode:
+        stride = layer.kernel_size if layer.stride is None else layer.stride
+        geometry = _pair(stride), _pair(layer.padding), _pair(layer.dilation)
+        return hopper.max_pool2d(x, _pair(layer.kernel_size), geometry)
     return _by_sample(layer, tensors, at, x)
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    height, width = (value, value) if isinstance(value, int) else value
+    return height, width
 
 
 def _halves(layer: nn.MaxPool2d) -> bool:

@@ -280,9 +280,12 @@ def _joined(tensors: Any, dim: int = 0) -> Found:
 def _cat(dim: int, layer: None, tensors: Tensors, at: str, *parts: Tensor) -> Tensor:
     if parts[0].ndim != 5 or not parts[0].is_cuda:
         return torch.cat(parts, dim)
-    order = (0, 1, 3, 4, 2)  # pictures have their channels last in memory there
-    joined = torch.cat([part.permute(order) for part in parts], order.index(dim % 5))
-    return joined.permute(0, 1, 4, 2, 3)
+    if dim % 5 != 2:
+        return torch.cat(parts, dim)
+    # Pictures have their channels last in memory there, and PyTorch joins two dimensions fast.
+    rows = [part.permute(0, 1, 3, 4, 2).flatten(0, 3) for part in parts]
+    n, batch, _, height, width = parts[0].shape
+    return torch.cat(rows, 1).view(n, batch, height, width, -1).permute(0, 1, 4, 2, 3)
 
 
 def _flattened(x: Any, start_dim: int = 0, end_dim: int = -1) -> Found:

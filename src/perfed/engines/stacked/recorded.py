@@ -143,7 +143,7 @@ class RecordedTraining:
         trained: dict[int, Trained] = {}
         for finished in steps_until_all_finish(draws.counts):
             self._recording.run()
-            trained |= {lane: unstack(self._state[0], lane) for lane in finished}
+            trained |= unstack(self._state[0], finished)
         return trained
 
 
@@ -243,7 +243,7 @@ class TapedTraining:
             first, done = done, min(later) if self.ready else done + 1
             self._taped.steps(first, done, *tensors)
             finished = [lane for lane, count in enumerate(draws.counts) if count == done]
-            yield {lane: unstack(moving, lane) for lane in finished}
+            yield unstack(moving, finished)
 
     def _one_step(self, *tensors: Tensor) -> None:
         *first, public_start, rate = tensors

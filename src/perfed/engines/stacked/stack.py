@@ -608,19 +608,25 @@ def stack_trees(trees: Sequence[Any]) -> Any:
     return {name: stack_trees([tree[name] for tree in trees]) for name in trees[0]}
 
 
-def unstack(moving: Moving, lane: int) -> Trained:
-    """One client's own tensors: copies, for a view would keep the whole stack in memory."""
-    models = {
-        name: Weights(*(_of_lane(part, lane) for part in weights))
-        for name, weights in moving.models.items()
-    }
-    return Trained(models, _of_lane(moving.states, lane))
+def unstack(moving: Moving, lanes: Sequence[int]) -> dict[int, Trained]:
+    """These clients' own tensors: copies, for a view would keep the whole stack in memory."""
+    if not lanes:
+        return {}
+    leaves, form = tree_flatten((moving.models, moving.states))
+    copies = iter(_copies([leaf[lane].detach() for lane in lanes for leaf in leaves]))
+    return {lane: Trained(*tree_unflatten([next(copies) for _ in leaves], form)) for lane in lanes}
 
 
-def _of_lane(tree: Any, lane: int) -> Any:
-    if isinstance(tree, Tensor):
-        return tree[lane].detach().clone()
-    return {name: _of_lane(inside, lane) for name, inside in tree.items()}
+def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    if not all(tensor.is_cuda for tensor in tensors):
+        return [tensor.clone() for tensor in tensors]
+    copies = [torch.empty_like(tensor) for tensor in tensors]
+    for dtype in {tensor.dtype for tensor in tensors}:  # one kernel for many
+        torch._foreach_copy_(
+            [copy for copy in copies if copy.dtype == dtype],
+            [tensor for tensor in tensors if tensor.dtype == dtype],
+        )
+    return copies
 
 
 def draw(stack: Sequence[Sgd], starts: Mapping[int, tuple[int, int]]) -> Draws:

@@ -1,4 +1,5 @@
-# mypy: disable-error-code="import-not-found, no-untyped-def, untyped-decorator, no-untyped-call"
+# mypy: disable-error-code="import-not-found, no-untyped-def, assignment"
+# mypy: allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: E741 -- O counts output channels
 """Triton kernels over stacked models (dim 0 of every tensor is the model), for Hopper GPUs.
 
@@ -232,6 +233,13 @@ def pow2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
+def block_of(c: int, most: int, beyond: int) -> int:
+    """Channels in a block: many, but not so many that ``beyond`` of them lie beyond the last."""
+    while most > 16 and -c % most > beyond:
+        most //= 2
+    return most
+
+
 def _box(height: int, width: int, size: int) -> tuple[int, int, int]:
     """(images, rows, columns) of a tile of ``size`` positions, as few images as possible."""
     columns = min(pow2(width), size)
@@ -256,17 +264,22 @@ class Moments(NamedTuple):
 
     part: Tensor
     rows: int
+    whole: int
+    """The first so many rows, and every multiple, are what some of the first chunks are about."""
 
 
 CHANNELS = 64
 """That one step of a convolution's sum takes."""
 
 
-def conv_tile(channels: int, forward: bool) -> tuple[int, int, int, int]:
-    """(positions, channels, warps, stages) of an output tile: the fastest measured on an H200."""
+def conv_tile(channels: int, forward: bool, large: bool = False) -> tuple[int, int, int, int]:
+    """(positions, channels, warps, stages) of an output tile: the fastest measured on an H200.
+    ``large``: several taps, and no stride."""
     if channels <= 64:
-        return 256, 64, 4, 4
-    return (128, 128, 4, 3) if forward else (256, 128, 8, 3)
+        return (512, 64, 8, 3) if large else (256, 64, 4, 4)
+    if forward:
+        return 128, 128, 4, 3
+    return (128, 128, 4, 4) if large and channels >= 512 else (256, 128, 8, 3)
 
 
 def _output_size(size: Sequence[int], kernel: Sequence[int], geometry: Geometry) -> Pair:
@@ -315,7 +328,7 @@ def _conv(
 ) -> tuple[Tensor, Moments | None]:  # fmt: skip
     n, batch, out_h, out_w, out_c = y.shape
     _, o, kh, kw, c = w.shape
-    bm, bn, warps, stages = conv_tile(out_c, forward)
+    bm, bn, warps, stages = conv_tile(out_c, forward, large=stride == 1 < kh * kw)
     image, result, phases = x, y, 1
     if stride > 1 and forward:
         image = _phases(x, stride)
@@ -336,7 +349,7 @@ def _conv(
     moments = None
     if forward and batch % bt == 0 and out_h % ht == 0 and out_w % wt == 0:
         tiles = tiles_b * tiles_h * tiles_w
-        moments = Moments(x.new_empty(n, tiles, 2, o, dtype=torch.float32), bm)
+        moments = Moments(x.new_empty(n, tiles, 2, o, dtype=torch.float32), bm, bm)
     launch(_conv_kernel, (n * tiles_b * tiles_h * tiles_w * tiles_n, phases),
         _descriptor(image, in_box),
         _descriptor(flat, (bn, bk) if forward else (bk, bn)),
@@ -352,9 +365,9 @@ def _conv(
 def weight_tile(o: int, c: int) -> tuple[int, int, int, int, int]:
     """(output channels, input channels, positions, warps, stages) of a weight-gradient tile."""
     if c <= 64:
-        return 128, 64, 64, 4, 4
+        return (64, 64, 128, 4, 3) if c > 32 and o <= 64 else (128, 64, 64, 4, 4)
     if c <= 128:
-        return 128, 128, 64, 4, 3
+        return (128, 128, 128, 4, 3) if o <= 128 else (128, 128, 64, 4, 3)
     return (128, 128, 128, 8, 3) if o <= 256 else (128, 256, 64, 8, 3)
 
 
@@ -376,8 +389,9 @@ def conv_weight_grad(x: Tensor, dy: Tensor, kernel: Pair, geometry: Geometry) ->
     tiles_o, tiles_c, taps = triton.cdiv(o, bo), triton.cdiv(c, bc), kh * kw
     steps = tiles_b * tiles_h * tiles_w
     blocks = n * taps * tiles_o * tiles_c
-    # Enough blocks for one wave of small tiles, five a multiprocessor.
-    splits = max(1, min(triton.cdiv(660, blocks), steps // 16)) if bc <= 64 else 1
+    # One wave: five small tiles, or one large one, on each of 132 multiprocessors.
+    wanted = triton.cdiv(660, blocks) if bc <= 64 else 132 // blocks
+    splits = max(1, min(wanted, steps // 16))
     per_split = triton.cdiv(steps, splits)
     splits = triton.cdiv(steps, per_split)
     # Where the last tile is not full, rows in a row go on into the next model's. There they meet
@@ -521,7 +535,7 @@ def small_forward(
     per_program = triton.cdiv(tiles * n, programs)
     moments = None
     if rows % bm == 0:
-        moments = Moments(x.new_empty(n, tiles, 2, o, dtype=torch.float32), bm)
+        moments = Moments(x.new_empty(n, tiles, 2, o, dtype=torch.float32), bm, bm)
     launch(
         _small_forward_kernel, (triton.cdiv(tiles, per_program), n, triton.cdiv(o, 64)), x, w, y,
         bias if bias is not None else w, w if moments is None else moments.part,
@@ -727,19 +741,22 @@ def _norm_kernel(
 
 @jit(_ROW_SIZES)
 def _norm_sums_kernel(
-    x, dy, y, passed, part, mean, inv, weight, bias,
-    populations, first_rows, rows, chunks0, per_chunk, C,
-    ADD: tl.constexpr, RELU: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+    x, dy, second, y, passed, part, mean, inv, weight, bias,
+    populations, first_rows, rows, chunks0, per_chunk, C, DC,
+    TWO: tl.constexpr, ADD: tl.constexpr, RELU: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Chunk sums of g and g·x̂, g being the gradient at the normalized values. After pooling, x
     holds the values that the maxima came from: the others have no gradient. ADD: something was
-    added before the ReLU; what that let through shows in y, and is stored."""
+    added before the ReLU; what that let through shows in y. TWO: the gradient comes in two parts.
+    Then g is stored, which the next kernel would have to find again. DC: from a row of dy to the
+    next, which may be part of a longer one."""
     population, start, end = _chunk(first_rows, rows, chunks0, per_chunk)
     model = tl.program_id(1)
     c = tl.program_id(2) * BC + tl.arange(0, BC)
     mu, rstd, scale, b = _scale_shift(mean, inv, weight, bias, model, population, populations, c, C)
     x += model.to(tl.int64) * rows * C
-    dy += model.to(tl.int64) * rows * C
+    dy += model.to(tl.int64) * rows * DC
+    second += model.to(tl.int64) * rows * C
     y += model.to(tl.int64) * rows * C
     passed += model.to(tl.int64) * rows * C
     sum_g = tl.zeros((BR, BC), tl.float32)
@@ -748,13 +765,16 @@ def _norm_sums_kernel(
         r = r0 + tl.arange(0, BR)
         mask = (r < end)[:, None] & (c < C)[None, :]
         at = r[:, None] * C + c[None, :]
-        g = tl.load(dy + at, mask=mask, other=0.0).to(tl.float32)
+        g = tl.load(dy + r[:, None] * DC + c[None, :], mask=mask, other=0.0).to(tl.float32)
+        if TWO:
+            g += tl.load(second + at, mask=mask, other=0.0).to(tl.float32)
         v = tl.load(x + at, mask=mask, other=0.0).to(tl.float32) - mu
         if ADD:
             g = _let_through(g, tl.load(y + at, mask=mask, other=0.0).to(tl.float32), RELU)
-            tl.store(passed + at, g.to(passed.dtype.element_ty), mask=mask)
         else:
             g = _let_through(g, v * scale + b, RELU)
+        if ADD or TWO:
+            tl.store(passed + at, g.to(passed.dtype.element_ty), mask=mask)
         sum_g += g
         sum_gv += g * v
     out = part + (model * tl.num_programs(0) + tl.program_id(0)) * 2 * C + c
@@ -765,7 +785,7 @@ def _norm_sums_kernel(
 @jit(_ROW_SIZES)
 def _norm_grad_kernel(
     x, dy, dx, coefficients, mean, inv, weight, bias,
-    populations, first_rows, rows, chunks0, per_chunk, C, W,
+    populations, first_rows, rows, chunks0, per_chunk, C, DC, W,
     RELU: tl.constexpr, POOL: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """The input gradient; which value of a window is its first maximum is found again."""
@@ -774,7 +794,7 @@ def _norm_grad_kernel(
     c = tl.program_id(2) * BC + tl.arange(0, BC)
     mu, rstd, scale, b = _scale_shift(mean, inv, weight, bias, model, population, populations, c, C)
     taps: tl.constexpr = 4 if POOL else 1
-    dy += model.to(tl.int64) * rows * C
+    dy += model.to(tl.int64) * rows * DC
     x += model.to(tl.int64) * rows * C * taps
     dx += model.to(tl.int64) * rows * C * taps
     means = coefficients + (model * populations + population) * 2 * C + c
@@ -783,7 +803,7 @@ def _norm_grad_kernel(
     for r0 in range(start, end, BR):
         r = r0 + tl.arange(0, BR)
         mask = (r < end)[:, None] & (c < C)[None, :]
-        g = tl.load(dy + r[:, None] * C + c[None, :], mask=mask, other=0.0).to(tl.float32)
+        g = tl.load(dy + r[:, None] * DC + c[None, :], mask=mask, other=0.0).to(tl.float32)
         if POOL:
             at = _corner(r, W)[:, None] * C + c[None, :]
             v0 = tl.load(x + at, mask=mask, other=0.0).to(tl.float32) - mu
@@ -851,7 +871,7 @@ class _Rows:
     ) -> None:
         n, batch, height, width, self.c = shape
         self.n, self.rows, self.first = n, batch * height * width, first * height * width
-        self.bc = min(128, max(16, pow2(self.c)))
+        self.bc = block_of(self.c, 128, self.c // 3)
         self.br = max(8, tile // self.bc)
         blocks = n * triton.cdiv(self.c, self.bc)
         wanted = triton.cdiv(self.rows * blocks, programs)
@@ -871,8 +891,9 @@ def norm_stats(
     Moves the running means and variances, float32 and dense, of each population, if given.
     """
     r = _Rows(tuple(x.shape), first)
-    if moments is None or r.first % moments.rows:
-        moments = Moments(x.new_empty(r.n, r.chunks, 2, r.c, dtype=torch.float32), r.per_chunk)
+    if moments is None or r.first % moments.whole:
+        part = x.new_empty(r.n, r.chunks, 2, r.c, dtype=torch.float32)
+        moments = Moments(part, r.per_chunk, r.per_chunk)
         launch(_stats_kernel, r.grid, x, moments.part, r.first, r.rows, r.chunks0, r.per_chunk,
                 r.c, BR=r.br, BC=r.bc)  # fmt: skip
     mean = x.new_empty(r.n, r.populations, r.c, dtype=torch.float32)
@@ -916,20 +937,35 @@ def norm_apply(
     return y, winners
 
 
+def row_stride(t: Tensor) -> int | None:
+    """From each of the rows of C values of (n, B, H, W, C) to the next; None: it varies, or what
+    they are part of is too long for offsets of 32 bits."""
+    _, batch, height, width, c = t.shape
+    if t.is_contiguous():
+        return c
+    row = t.stride(3)
+    even = t.stride() == (batch * height * width * row, height * width * row, width * row, row, 1)
+    return row if even and t.stride(0) < 2**30 else None
+
+
 def norm_backward(
     dy: Tensor, x: Tensor, winners: Tensor | None, mean: Tensor, inv: Tensor, weight: Tensor,
     bias: Tensor, first: int, after: After, output: Tensor | None = None,
+    second: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of (x, weight, bias) and of what was added. ``output``: if something was added
-    before a ReLU."""
-    s = _Rows(tuple(dy.shape), first, 4096, 264 if x.shape[4] > 64 else 528)
+    before a ReLU. ``second``: the other part of ``dy``, which comes from two places. Each row of
+    ``dy`` may be part of a longer one (:func:`row_stride`)."""
+    s = _Rows(tuple(dy.shape), first, 4096, 264 if x.shape[4] > 64 else 1056)
     part = x.new_empty(s.n, s.chunks, 2, s.c, dtype=torch.float32)
-    passed = dy if output is None else torch.empty_like(dy)
+    stored = output is not None or second is not None
+    passed = dy.new_empty(dy.shape) if stored else dy
     launch(
         _norm_sums_kernel, s.grid, x if winners is None else winners, dy,
-        dy if output is None else output, passed, part, mean, inv, weight, bias,
-        s.populations, s.first, s.rows, s.chunks0, s.per_chunk, s.c,
-        ADD=output is not None, RELU=after.relu, BR=s.br, BC=s.bc, num_warps=4,
+        dy if second is None else second, dy if output is None else output, passed, part,
+        mean, inv, weight, bias, s.populations, s.first, s.rows, s.chunks0, s.per_chunk, s.c,
+        row_stride(dy), TWO=second is not None, ADD=output is not None, RELU=after.relu,
+        BR=s.br, BC=s.bc, num_warps=4,
     )  # fmt: skip
     coefficients = x.new_empty(s.n, s.populations, 2, s.c, dtype=torch.float32)
     dweight = x.new_empty(s.n, s.c, dtype=torch.float32)
@@ -943,8 +979,8 @@ def norm_backward(
     r = _Rows(tuple(dy.shape), first, 2048 if after.pool else 4096)
     launch(
         _norm_grad_kernel, r.grid, x, passed, dx, coefficients, mean, inv, weight, bias,
-        r.populations, r.first, r.rows, r.chunks0, r.per_chunk, r.c, x.shape[3],
-        RELU=after.relu if output is None else 0, POOL=after.pool, BR=r.br, BC=r.bc,
+        r.populations, r.first, r.rows, r.chunks0, r.per_chunk, r.c, row_stride(passed),
+        x.shape[3], RELU=0 if stored else after.relu, POOL=after.pool, BR=r.br, BC=r.bc,
     )  # fmt: skip
     return dx, dweight, dbias, passed
 
