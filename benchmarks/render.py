@@ -233,6 +233,24 @@ def networks(name: str) -> str:
     return "\n".join([*lines, "", machine(record["environment"])])
 
 
+def networks_cpu() -> str:
+    """The same on a CPU, beside the floor: the arithmetic at the rate of a large matrix product."""
+    record = result("networks_cpu")
+    rate = record["peak_flops"]["float32"]
+    heads = ["ms of a step", "parameters", "sequential", "stacked", "against sequential"]
+    heads += ["floor", "sequential / floor", "stacked / floor"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for network in sorted(record["networks"].values(), key=lambda one: one["flops_per_step"]):
+        rows = {row["engine"]: row for row in network["rows"]}
+        one, all_ = (rows[engine]["step_ms"] for engine in ("sequential", "stacked"))
+        floor = 1e3 * network["flops_per_step"] / rate
+        cells = [f"{network['parameters']:,}", _step(rows["sequential"]), _step(rows["stacked"])]
+        cells += [f"{one / all_:.2f}×", f"{floor:.3g}", f"{one / floor:.1f}", f"{all_ / floor:.1f}"]
+        lines.append(f"| {network['title']} | {' | '.join(cells)} |")
+    rate_words = f"A large matrix product reaches {rate / 1e9:.0f} GFLOP/s here"
+    return "\n".join([*lines, "", f"{rate_words} {machine(record['environment'])}."])
+
+
 def _step(row: dict[str, Any] | None) -> str:
     if row is None or "step_ms" not in row:
         return "–" if row is None else row.get("error", "–")
@@ -403,6 +421,7 @@ BLOCKS = {
     "profile-networks": profile_networks,
     "networks-h200": lambda: networks("networks_h200"),
     "single-precision": single_precision,
+    "networks-cpu": networks_cpu,
     "table1-time": table1_time,
     "bf16": bf16,
     "scale": scale,

@@ -7,6 +7,9 @@
 
 from importlib import metadata as _metadata
 
+import perfed.core.waiting  # before torch
+
+# isort: split
 import perfed.algorithms  # noqa: F401  (registers the built-in algorithms)
 from perfed.config import Comparison, Experiment, Training, load
 from perfed.core.algorithm import Algorithm, algorithms

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +38,27 @@ def test_the_stacked_engine_is_imported_when_it_is_used() -> None:
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "perfed.engines.sequential" in said.stdout
     assert "perfed.engines.stacked" not in said.stdout
+
+
+@pytest.mark.parametrize(
+    ("said", "found"), [({}, "passive"), ({"OMP_WAIT_POLICY": "active"}, "active")]
+)
+def test_threads_sleep_while_they_wait_unless_told_otherwise(
+    said: dict[str, str], found: str
+) -> None:
+    """It must be said before torch is loaded."""
+    code = (
+        "import os, sys\n"
+        "class Watch:\n"
+        "    def find_spec(self, name, *rest):\n"
+        "        if name == 'torch': print(os.environ.get('OMP_WAIT_POLICY'))\n"
+        "sys.meta_path.insert(0, Watch())\n"
+        "import perfed"
+    )
+    environment = {name: v for name, v in os.environ.items() if name != "OMP_WAIT_POLICY"} | said
+    command = [sys.executable, "-c", code]
+    told = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert told.stdout.split() == [found]
 
 
 @pytest.mark.parametrize(
