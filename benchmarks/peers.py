@@ -24,12 +24,15 @@ import dataclasses
 import fcntl
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,7 +45,13 @@ ADAPTERS = HERE / "peers"
 WORKER = ADAPTERS / "worker.py"
 sys.path.insert(0, str(ADAPTERS))
 
-from processes import PeakMemory, machine_busy_seconds, own_cpu_seconds, peak_bytes  # noqa: E402
+from processes import (  # noqa: E402
+    PeakMemory,
+    family,
+    machine_busy_seconds,
+    own_cpu_seconds,
+    peak_bytes,
+)
 from work import Work  # noqa: E402
 from works import WORKLOADS, prepare  # noqa: E402
 
@@ -50,6 +59,7 @@ from perfed.runs.directory import environment  # noqa: E402
 
 MIB = 2**20
 QUIET = 0.3  # cores that other processes may keep busy; threads that wait for each other lose more
+STOPPING = 20  # seconds that a peer may take to end
 TRIES = 4  # turns for each that is needed
 MOST_EVALUATED = 100  # clients whose samples show what was learned
 ALIKE = 0.1  # by how much training losses may differ, as a share of the first peer's
@@ -95,17 +105,19 @@ class Spec:
 
 
 class Worker:
-    """A peer's process."""
+    """A peer's process. Where an answer takes longer than ``patience`` seconds, it is ended."""
 
-    def __init__(self, spec: Spec, folder: Path, work: Work, log: Path) -> None:
-        self.spec = spec
+    def __init__(self, spec: Spec, folder: Path, work: Work, log: Path, patience: float) -> None:
+        self.spec, self.patience = spec, patience
         own = folder / spec.label.replace("/", "-")
         own.mkdir()
         threads = str(work.threads)
         places = [spec.source, str(ADAPTERS), str(HERE.parent / "src")]
+        places.append(os.environ.get("PYTHONPATH", ""))
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, places))}
         environment |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
         environment["RAY_ADDRESS"] = "local"  # its own, also where another cluster runs
+        environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # the GPU is everybody's
         with log.open("w") as errors:
             self._process = subprocess.Popen(
                 [spec.python, WORKER, spec.adapter, spec.variant, spec.source, str(folder)],
@@ -121,6 +133,25 @@ class Worker:
             os.sched_setaffinity(self.pid, sorted(os.sched_getaffinity(0))[: work.threads])
 
     def ask(self, word: str = "") -> Any:
+        late = threading.Event()
+
+        def end() -> None:
+            late.set()
+            self._kill()
+
+        clock = threading.Timer(self.patience, end)
+        clock.start()
+        try:
+            answer = self._answer(word)
+        finally:
+            clock.cancel()
+        if late.is_set():
+            raise PeerError(f"no answer within {self.patience:g} seconds")
+        if "error" in answer:
+            raise PeerError(answer["error"])
+        return answer
+
+    def _answer(self, word: str) -> Any:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         if word:
@@ -128,20 +159,25 @@ class Worker:
             self._process.stdin.flush()
         for line in self._process.stdout:
             if line.startswith("@"):
-                answer = json.loads(line[1:])
-                if "error" in answer:
-                    raise PeerError(answer["error"])
-                return answer
-        raise PeerError(f"the process ended (exit {self._process.wait()})")
+                return json.loads(line[1:])
+        return {"error": f"the process ended (exit {self._process.wait()})"}
 
     def stop(self) -> None:
-        if self._process.poll() is None:
-            assert self._process.stdin is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with suppress(BrokenPipeError):
             self._process.stdin.close()
-            try:
-                self._process.wait(60)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
+        try:
+            self._process.wait(STOPPING)
+        except subprocess.TimeoutExpired:
+            self._kill()
+        self._process.stdout.close()
+
+    def _kill(self) -> None:
+        """It and what it started."""
+        for pid in family(self.pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 class Alone:
@@ -182,10 +218,17 @@ class Turns:
     """One work, done by all peers in turns."""
 
     def __init__(
-        self, name: str, specs: list[Spec], device: str, threads: int, logs: Path, lock: Path
+        self,
+        name: str,
+        specs: list[Spec],
+        device: str,
+        threads: int,
+        logs: Path,
+        lock: Path,
+        patience: float,
     ) -> None:
         self.name, self.specs, self.logs, self.lock = name, specs, logs, lock
-        self.device, self.threads = device, threads
+        self.device, self.threads, self.patience = device, threads, patience
         self.rows: dict[str, dict[str, Any]] = {}
         self.failed: dict[str, str] = {}
         self.workers: dict[str, Worker] = {}
@@ -199,8 +242,10 @@ class Turns:
             networks = prepare(workload, folder, self.device, self.threads)
             work = Work.read(folder)
             try:
+                for spec in self.specs:  # all at once: imports take longest
+                    self.workers[spec.label] = self._worker(spec, folder, work)
                 for spec in self.specs:
-                    self._guarded(spec.label, partial(self._start, spec, folder, work))
+                    self._guarded(spec.label, partial(self._begin, spec))
                 self._take_turns(rounds, most)
                 for label in list(self.workers):
                     ended = partial(self._finish, label, folder, work, networks)
@@ -233,9 +278,12 @@ class Turns:
             if worker := self.workers.pop(label, None):
                 worker.stop()
 
-    def _start(self, spec: Spec, folder: Path, work: Work) -> None:
+    def _worker(self, spec: Spec, folder: Path, work: Work) -> Worker:
         log = self.logs / f"{self.name}-{spec.label.replace('/', '-')}.log"
-        self.workers[spec.label] = worker = Worker(spec, folder, work, log)
+        return Worker(spec, folder, work, log, self.patience)
+
+    def _begin(self, spec: Spec) -> None:
+        worker = self.workers[spec.label]
         facts = worker.ask()
         with PeakMemory(worker.pid) as memory:
             first = worker.ask("first round")
@@ -307,12 +355,12 @@ def learned(
     found: dict[str, list[float]] = {}
     for client in range(min(work.clients, MOST_EVALUATED)):
         state = np.load(folder / f"{kind}_{client if count > 1 else 0}.npz")
-        network = networks[client]
+        network = networks[client].to(work.device)
         network.load_state_dict({name: torch.from_numpy(state[name]) for name in state.files})
         for part, (x, y) in (("train", work.train[client]), ("test", work.test[client])):
-            labels = torch.from_numpy(y).long()
+            labels = torch.from_numpy(y).long().to(work.device)
             with torch.no_grad():
-                logits = network.eval()(torch.from_numpy(x))
+                logits = network.eval()(torch.from_numpy(x).to(work.device))
             loss = float(torch.nn.functional.cross_entropy(logits, labels))
             accuracy = float((logits.argmax(1) == labels).float().mean())
             found.setdefault(f"{part}_loss", []).append(loss)
@@ -354,6 +402,9 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, help="the record; '-': only print")
     parser.add_argument("--logs", type=Path, help="where to keep what peers print")
+    parser.add_argument(
+        "--patience", type=float, default=600, help="seconds for a round; then a peer is left out"
+    )
     parser.add_argument("--busy", action="store_true", help="record it on a busy machine too")
     parser.add_argument(
         "--lock",
@@ -368,7 +419,7 @@ def main() -> None:
         logs.mkdir(exist_ok=True, parents=True)
         for name in asked.work:
             lock = asked.lock or logs / "lock"
-            turns = Turns(name, asked.peer, asked.device, asked.threads, logs, lock)
+            turns = Turns(name, asked.peer, asked.device, asked.threads, logs, lock, asked.patience)
             recorded = str(out) != "-" and not asked.busy
             result = turns.run(asked.rounds, asked.rounds * (TRIES if recorded else 1))
             print(table(result), end="\n\n", flush=True)
