@@ -95,7 +95,10 @@ class Spec:
         return self.label.partition("@")[0].partition("/")[2]
 
     def commit(self) -> str | None:
-        """Of its source, where that is a git checkout."""
+        """Of its source, where that is a git checkout, or has a file COMMIT instead."""
+        said = Path(self.source) / "COMMIT"
+        if self.source and said.is_file():
+            return said.read_text().strip()
         found = subprocess.run(
             ["git", "-C", self.source or "/", "log", "-1", "--format=%H %cs"],  # noqa: S607
             capture_output=True,
@@ -233,8 +236,9 @@ class Turns:
         self.failed: dict[str, str] = {}
         self.workers: dict[str, Worker] = {}
 
-    def run(self, rounds: int, most: int) -> dict[str, Any]:
-        """So many turns count; of at most ``most``, those that were disturbed least."""
+    def run(self, rounds: int, most: int, seconds: float) -> dict[str, Any]:
+        """So many turns count; of at most ``most``, those that were disturbed least. After so many
+        seconds no further one begins."""
         workload = WORKLOADS[self.name]
         load = os.getloadavg()[0]
         with tempfile.TemporaryDirectory() as temporary:
@@ -246,7 +250,7 @@ class Turns:
                     self.workers[spec.label] = self._worker(spec, folder, work)
                 for spec in self.specs:
                     self._guarded(spec.label, partial(self._begin, spec))
-                self._take_turns(rounds, most)
+                self._take_turns(rounds, most, seconds)
                 for label in list(self.workers):
                     ended = partial(self._finish, label, folder, work, networks)
                     self._guarded(label, ended)
@@ -296,12 +300,13 @@ class Turns:
             "peak_memory_mib": round(memory.bytes / MIB),
         }
 
-    def _take_turns(self, rounds: int, most: int) -> None:
+    def _take_turns(self, rounds: int, most: int, seconds: float) -> None:
         """Turns during which nothing else ran, as far as there are; else the quietest."""
         turns: list[Turn] = []
+        end = time.monotonic() + seconds
         with Alone(self.lock) as alone:
             while sum(turn.others_cpus <= QUIET for turn in turns) < rounds:
-                if len(turns) == most:
+                if len(turns) == most or (turns and time.monotonic() > end):
                     break
                 turns.append(self._turn(reverse=len(turns) % 2 == 1))
                 alone.between()
@@ -398,6 +403,9 @@ def main() -> None:
     parser.add_argument("--peer", type=Spec.parse, action="append", required=True)
     parser.add_argument("--work", choices=list(WORKLOADS), action="append", required=True)
     parser.add_argument("--rounds", type=int, default=5, help="that are timed, of each peer")
+    parser.add_argument(
+        "--seconds", type=float, default=3600, help="of a work, after which no turn begins"
+    )
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, help="the record; '-': only print")
@@ -421,7 +429,9 @@ def main() -> None:
             lock = asked.lock or logs / "lock"
             turns = Turns(name, asked.peer, asked.device, asked.threads, logs, lock, asked.patience)
             recorded = str(out) != "-" and not asked.busy
-            result = turns.run(asked.rounds, asked.rounds * (TRIES if recorded else 1))
+            result = turns.run(
+                asked.rounds, asked.rounds * (TRIES if recorded else 1), asked.seconds
+            )
             print(table(result), end="\n\n", flush=True)
             if not result["quiet"] and not asked.busy:
                 print("not recorded: the machine was not quiet (--busy records it all the same)")

@@ -56,10 +56,11 @@ def test_turns_that_others_disturb_are_taken_again(
         return driver.Turn({"one": {"seconds": others, "cpu_seconds": 0.0}}, others)
 
     monkeypatch.setattr(turns, "_turn", turn)
-    turns._take_turns(rounds=2, most=8)
+    turns._take_turns(rounds=2, most=8, seconds=60)
     assert turns.others_cpus == [0.1, 0.2]
     assert turns.rows["one"]["seconds"] == [0.1, 0.2]
-    assert next(disturbance) == 0.0
+    turns._take_turns(rounds=2, most=8, seconds=0)
+    assert turns.others_cpus == [0.0]  # one turn in any case, and no more after the time
 
 
 def test_cpu_seconds_are_those_of_all_descendants(inside: None) -> None:
@@ -166,3 +167,23 @@ def test_steps_are_those_that_optimizers_take(inside: None, tmp_path: Path) -> N
     assert peer.counted_round() == 3
     peer.round()
     assert peer.counted_round() == 3  # what is not counted stays out
+
+
+def test_the_table_compares_with_perfed_at_the_same_precision(
+    inside: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from peers_blocks import _on_gpu
+
+    def row(peer: str, *seconds: float) -> dict[str, Any]:
+        return {"peer": peer, "seconds": seconds, "device_peak_mib": 1000}
+
+    rows = [
+        row("perfed/float32", 2.0, 2.0, 4.0),
+        row("perfed/bf16", 0.2, 0.1, 0.1),
+        row("pfllib", 6.0, 8.0, 8.0),
+        row("pfllib/tf32", 3.0, 3.0, 3.0),
+    ]
+    columns = _on_gpu(rows)
+    assert columns["times perfed, same precision"] == ["1.00", "1.00", "3.00", ""]
+    assert columns["times perfed, bf16"] == ["20.00", "1.00", "80.00", "30.00"]

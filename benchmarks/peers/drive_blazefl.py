@@ -6,12 +6,13 @@ import sys
 from typing import Any
 
 import torch
+from stand_ins import defer_annotations
 from torch.utils.data import DataLoader, TensorDataset
 from torch_peer import TorchPeer, arrays, device_memory, seeded_network, synchronize
 from work import Models, Work
 
 __all__ = ["PACKAGES", "STOOD_IN", "Peer", "device_memory"]
-PACKAGES = ["torch", "numpy"]
+PACKAGES = ["blazefl", "torch", "numpy"]
 STOOD_IN = ["the network and the dataset are the comparison's"]
 
 
@@ -41,7 +42,7 @@ class Peer(TorchPeer):
         if work.algorithm != "fedavg":
             raise NotImplementedError(f"BlazeFL has no {work.algorithm}")
         if sys.version_info < (3, 14):
-            raise RuntimeError(f"BlazeFL needs Python 3.14, this is {sys.version.split()[0]}")
+            defer_annotations("blazefl")
         from blazefl.contrib import fedavg
 
         super().__init__(work, variant)

@@ -1,14 +1,15 @@
-"""What takes the place of packages that are not installed and that a work does not use."""
+"""What takes the place of something that a peer asks for and that is not here."""
 
 from __future__ import annotations
+import __future__
 
 import importlib.util
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
-from typing import Any, NoReturn
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from types import CodeType, ModuleType
+from typing import Any, NoReturn, cast
 
 SAID: list[str] = []  # a sentence for each, for the record
 
@@ -54,3 +55,26 @@ def stand_in_for(*names: str) -> None:
     if absent:
         sys.meta_path.append(AbsentPackages(absent))
         SAID.append(f"{', '.join(absent)}, imported but not used")
+
+
+class DeferredAnnotations(SourceFileLoader):
+    def source_to_code(self, data: Any, path: Any, *, _optimize: int = -1) -> CodeType:
+        flag = __future__.annotations.compiler_flag
+        return cast(CodeType, compile(data, path, "exec", flag, dont_inherit=True))
+
+
+class DeferredPackage(MetaPathFinder):
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path) if name.partition(".")[0] == self.name else None
+        if spec is not None and spec.origin is not None:
+            spec.loader = DeferredAnnotations(name, spec.origin)
+        return spec
+
+
+def defer_annotations(package: str) -> None:
+    """Read annotations of this package only when they are asked for, as Python 3.14 does."""
+    sys.meta_path.insert(0, DeferredPackage(package))
+    SAID.append("Python 3.14, by deferring annotations in an older one")
