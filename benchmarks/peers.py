@@ -32,6 +32,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -229,9 +230,11 @@ class Turns:
         logs: Path,
         lock: Path,
         patience: float,
+        together: bool = False,
     ) -> None:
         self.name, self.specs, self.logs, self.lock = name, specs, logs, lock
         self.device, self.threads, self.patience = device, threads, patience
+        self.first_at_once = max(1, len(specs)) if together else 1
         self.rows: dict[str, dict[str, Any]] = {}
         self.failed: dict[str, str] = {}
         self.workers: dict[str, Worker] = {}
@@ -248,8 +251,10 @@ class Turns:
             try:
                 for spec in self.specs:  # all at once: imports take longest
                     self.workers[spec.label] = self._worker(spec, folder, work)
-                for spec in self.specs:
-                    self._guarded(spec.label, partial(self._begin, spec))
+                with ThreadPoolExecutor(self.first_at_once) as pool:
+                    list(pool.map(self._begin, self.specs))
+                labels = [spec.label for spec in self.specs if spec.label in self.rows]
+                self.rows = {label: self.rows[label] for label in labels}  # in the order asked for
                 self._take_turns(rounds, most, seconds)
                 for label in list(self.workers):
                     ended = partial(self._finish, label, folder, work, networks)
@@ -287,6 +292,9 @@ class Turns:
         return Worker(spec, folder, work, log, self.patience)
 
     def _begin(self, spec: Spec) -> None:
+        self._guarded(spec.label, partial(self._first_round, spec))
+
+    def _first_round(self, spec: Spec) -> None:
         worker = self.workers[spec.label]
         facts = worker.ask()
         with PeakMemory(worker.pid) as memory:
@@ -295,7 +303,6 @@ class Turns:
             "peer": spec.label,
             "commit": spec.commit(),
             **facts,
-            "first_round_seconds": round(first["seconds"], 3),
             "steps_a_round": first["steps"],
             "peak_memory_mib": round(memory.bytes / MIB),
         }
@@ -413,6 +420,11 @@ def main() -> None:
     parser.add_argument(
         "--patience", type=float, default=600, help="seconds for a round; then a peer is left out"
     )
+    parser.add_argument(
+        "--together",
+        action="store_true",
+        help="first rounds, which are not timed, all at once: for peers that time nothing then",
+    )
     parser.add_argument("--busy", action="store_true", help="record it on a busy machine too")
     parser.add_argument(
         "--lock",
@@ -427,7 +439,16 @@ def main() -> None:
         logs.mkdir(exist_ok=True, parents=True)
         for name in asked.work:
             lock = asked.lock or logs / "lock"
-            turns = Turns(name, asked.peer, asked.device, asked.threads, logs, lock, asked.patience)
+            turns = Turns(
+                name,
+                asked.peer,
+                asked.device,
+                asked.threads,
+                logs,
+                lock,
+                asked.patience,
+                asked.together,
+            )
             recorded = str(out) != "-" and not asked.busy
             result = turns.run(
                 asked.rounds, asked.rounds * (TRIES if recorded else 1), asked.seconds
