@@ -4,9 +4,10 @@
         --peer fedjax=/path/to/fedjax:/path/to/venv/bin/python --work fedavg --work mlp
 
 A peer is NAME[/VARIANT][@LABEL]=SOURCE[:PYTHON]: an adapter ``benchmarks/peers/drive_NAME.py``,
-what it is told (perfed: an engine, a precision or both, ``perfed/stacked-bf16``), a label where two
-would have the same name, the folder of its source, and the Python that has what it needs. Nothing
-of theirs is in this repository. The first peer is the one that the others are compared with.
+what it is told (perfed: an engine, a precision or both, ``perfed/stacked-bf16``; others: ``tf32``,
+or nothing for float32), a label where two would have the same name, the folder of its source, and
+the Python that has what it needs. Nothing of theirs is in this repository. The first peer is the
+one that the others are compared with.
 
 Every peer is a process of its own and waits while another has its turn. All have the same arrays,
 start from the same weights, take the same number of steps with as many threads; at the end the
@@ -14,7 +15,8 @@ loss of what they learned is compared, so that nobody is fast by doing less. A r
 from the selection of clients to the new global model, without evaluation. Results are put in
 ``benchmarks/results/peers_<device>.json``, work by work, if the machine was quiet: where other
 processes keep the cores busy, threads that wait for each other lose a factor of ten, and one peer
-more than another. So turns that were disturbed are taken again.
+more than another. So turns that were disturbed are taken again. A peer that fails, or does not
+answer for longer than ``--patience``, is left out, and the record says why.
 """
 
 from __future__ import annotations
@@ -250,10 +252,11 @@ class Turns:
             work = Work.read(folder)
             try:
                 for spec in self.specs:  # all at once: imports take longest
-                    self.workers[spec.label] = self._worker(spec, folder, work)
+                    self._guarded(spec.label, partial(self._start, spec, folder, work))
+                started = [spec for spec in self.specs if spec.label in self.workers]
                 with ThreadPoolExecutor(self.first_at_once) as pool:
-                    list(pool.map(self._begin, self.specs))
-                labels = [spec.label for spec in self.specs if spec.label in self.rows]
+                    list(pool.map(self._begin, started))
+                labels = [spec.label for spec in started if spec.label in self.rows]
                 self.rows = {label: self.rows[label] for label in labels}  # in the order asked for
                 self._take_turns(rounds, most, seconds)
                 for label in list(self.workers):
@@ -287,9 +290,9 @@ class Turns:
             if worker := self.workers.pop(label, None):
                 worker.stop()
 
-    def _worker(self, spec: Spec, folder: Path, work: Work) -> Worker:
+    def _start(self, spec: Spec, folder: Path, work: Work) -> None:
         log = self.logs / f"{self.name}-{spec.label.replace('/', '-')}.log"
-        return Worker(spec, folder, work, log, self.patience)
+        self.workers[spec.label] = Worker(spec, folder, work, log, self.patience)
 
     def _begin(self, spec: Spec) -> None:
         self._guarded(spec.label, partial(self._first_round, spec))

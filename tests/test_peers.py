@@ -123,9 +123,9 @@ def test_a_peer_that_does_not_answer_is_ended_and_the_record_says_so(
     prepare(WORKLOADS["mlp"], folder, "cpu", 1)
     work = driver.Work.read(folder)
     spec = driver.Spec.parse("asleep=")
-    worker = driver.Worker(spec, folder, work, tmp_path / "log", patience=0.5)
     turns = driver.Turns("mlp", [spec], "cpu", 1, tmp_path, tmp_path / "lock", 0.5)
-    turns.workers = {"asleep": worker}
+    turns._start(spec, folder, work)
+    worker = turns.workers["asleep"]
     turns._begin(spec)
     assert turns.failed == {"asleep": "no answer within 0.5 seconds"}
     assert not turns.workers
