@@ -25,7 +25,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from perfed.bench import peak_flops
@@ -49,24 +48,7 @@ GPU_WAYS = tuple(
 )
 
 
-class DropoutCNN(nn.Sequential):
-    """Two 3×3 convolutions and dropout, as in McMahan's line of benchmarks for CIFAR-10."""
-
-    def __init__(self, input_shape: tuple[int, ...], classes: int) -> None:
-        side = (input_shape[-1] - 4) // 2
-        super().__init__(
-            nn.Conv2d(input_shape[0], 32, 3),
-            nn.ReLU(),
-            nn.Conv2d(32, 64, 3),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-            nn.Dropout(0.25),
-            nn.Flatten(),
-            nn.Linear(64 * side * side, 128),
-            nn.ReLU(),
-            nn.Dropout(0.5),
-            nn.Linear(128, classes),
-        )
+DROPOUT_CNN = Path(__file__).with_name("peers") / "networks.py:DropoutCnn"
 
 
 @dataclass(frozen=True)
@@ -82,7 +64,7 @@ class Network:
 NETWORKS = {
     "mlp": Network("MLP, 64 hidden, 8×8", {"name": "mlp"}, (1, 8, 8), 200),
     "cnn4": Network("CNN, two 5×5 convolutions, 28×28", {"name": "cnn4"}, (1, 28, 28), 10),
-    "dropout": Network("CNN with dropout", DropoutCNN, cpu_steps=3),
+    "dropout": Network("CNN with dropout", str(DROPOUT_CNN), cpu_steps=3),
     "vgg11": Network("VGG11", {"name": "vgg11"}),
     "vgg11-bn": Network("VGG11, BatchNorm", {"name": "vgg11-bn"}),
     "resnet18": Network("ResNet18, BatchNorm", {"name": "resnet18"}),

@@ -4,9 +4,10 @@
         --peer fedjax=/path/to/fedjax:/path/to/venv/bin/python --work fedavg --work mlp
 
 A peer is NAME[/VARIANT][@LABEL]=SOURCE[:PYTHON]: an adapter ``benchmarks/peers/drive_NAME.py``,
-what it is told (perfed: an engine, a precision or both, ``perfed/stacked-bf16``), a label where two
-would have the same name, the folder of its source, and the Python that has what it needs. Nothing
-of theirs is in this repository. The first peer is the one that the others are compared with.
+what it is told (perfed: an engine, a precision or both, ``perfed/stacked-bf16``; others: ``tf32``,
+or nothing for float32), a label where two would have the same name, the folder of its source, and
+the Python that has what it needs. Nothing of theirs is in this repository. The first peer is the
+one that the others are compared with.
 
 Every peer is a process of its own and waits while another has its turn. All have the same arrays,
 start from the same weights, take the same number of steps with as many threads; at the end the
@@ -14,7 +15,8 @@ loss of what they learned is compared, so that nobody is fast by doing less. A r
 from the selection of clients to the new global model, without evaluation. Results are put in
 ``benchmarks/results/peers_<device>.json``, work by work, if the machine was quiet: where other
 processes keep the cores busy, threads that wait for each other lose a factor of ten, and one peer
-more than another. So turns that were disturbed are taken again.
+more than another. So turns that were disturbed are taken again. A peer that fails, or does not
+answer for longer than ``--patience``, is left out, and the record says why.
 """
 
 from __future__ import annotations
@@ -24,12 +26,16 @@ import dataclasses
 import fcntl
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,7 +48,13 @@ ADAPTERS = HERE / "peers"
 WORKER = ADAPTERS / "worker.py"
 sys.path.insert(0, str(ADAPTERS))
 
-from processes import PeakMemory, machine_busy_seconds, own_cpu_seconds, peak_bytes  # noqa: E402
+from processes import (  # noqa: E402
+    PeakMemory,
+    family,
+    machine_busy_seconds,
+    own_cpu_seconds,
+    peak_bytes,
+)
 from work import Work  # noqa: E402
 from works import WORKLOADS, prepare  # noqa: E402
 
@@ -50,6 +62,7 @@ from perfed.runs.directory import environment  # noqa: E402
 
 MIB = 2**20
 QUIET = 0.3  # cores that other processes may keep busy; threads that wait for each other lose more
+STOPPING = 20  # seconds that a peer may take to end
 TRIES = 4  # turns for each that is needed
 MOST_EVALUATED = 100  # clients whose samples show what was learned
 ALIKE = 0.1  # by how much training losses may differ, as a share of the first peer's
@@ -85,7 +98,10 @@ class Spec:
         return self.label.partition("@")[0].partition("/")[2]
 
     def commit(self) -> str | None:
-        """Of its source, where that is a git checkout."""
+        """Of its source, where that is a git checkout, or has a file COMMIT instead."""
+        said = Path(self.source) / "COMMIT"
+        if self.source and said.is_file():
+            return said.read_text().strip()
         found = subprocess.run(
             ["git", "-C", self.source or "/", "log", "-1", "--format=%H %cs"],  # noqa: S607
             capture_output=True,
@@ -95,17 +111,19 @@ class Spec:
 
 
 class Worker:
-    """A peer's process."""
+    """A peer's process. Where an answer takes longer than ``patience`` seconds, it is ended."""
 
-    def __init__(self, spec: Spec, folder: Path, work: Work, log: Path) -> None:
-        self.spec = spec
+    def __init__(self, spec: Spec, folder: Path, work: Work, log: Path, patience: float) -> None:
+        self.spec, self.patience = spec, patience
         own = folder / spec.label.replace("/", "-")
         own.mkdir()
         threads = str(work.threads)
         places = [spec.source, str(ADAPTERS), str(HERE.parent / "src")]
+        places.append(os.environ.get("PYTHONPATH", ""))
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, places))}
         environment |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
         environment["RAY_ADDRESS"] = "local"  # its own, also where another cluster runs
+        environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # the GPU is everybody's
         with log.open("w") as errors:
             self._process = subprocess.Popen(
                 [spec.python, WORKER, spec.adapter, spec.variant, spec.source, str(folder)],
@@ -121,6 +139,25 @@ class Worker:
             os.sched_setaffinity(self.pid, sorted(os.sched_getaffinity(0))[: work.threads])
 
     def ask(self, word: str = "") -> Any:
+        late = threading.Event()
+
+        def end() -> None:
+            late.set()
+            self._kill()
+
+        clock = threading.Timer(self.patience, end)
+        clock.start()
+        try:
+            answer = self._answer(word)
+        finally:
+            clock.cancel()
+        if late.is_set():
+            raise PeerError(f"no answer within {self.patience:g} seconds")
+        if "error" in answer:
+            raise PeerError(answer["error"])
+        return answer
+
+    def _answer(self, word: str) -> Any:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         if word:
@@ -128,20 +165,25 @@ class Worker:
             self._process.stdin.flush()
         for line in self._process.stdout:
             if line.startswith("@"):
-                answer = json.loads(line[1:])
-                if "error" in answer:
-                    raise PeerError(answer["error"])
-                return answer
-        raise PeerError(f"the process ended (exit {self._process.wait()})")
+                return json.loads(line[1:])
+        return {"error": f"the process ended (exit {self._process.wait()})"}
 
     def stop(self) -> None:
-        if self._process.poll() is None:
-            assert self._process.stdin is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with suppress(BrokenPipeError):
             self._process.stdin.close()
-            try:
-                self._process.wait(60)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
+        try:
+            self._process.wait(STOPPING)
+        except subprocess.TimeoutExpired:
+            self._kill()
+        self._process.stdout.close()
+
+    def _kill(self) -> None:
+        """It and what it started."""
+        for pid in family(self.pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 class Alone:
@@ -182,16 +224,26 @@ class Turns:
     """One work, done by all peers in turns."""
 
     def __init__(
-        self, name: str, specs: list[Spec], device: str, threads: int, logs: Path, lock: Path
+        self,
+        name: str,
+        specs: list[Spec],
+        device: str,
+        threads: int,
+        logs: Path,
+        lock: Path,
+        patience: float,
+        together: bool = False,
     ) -> None:
         self.name, self.specs, self.logs, self.lock = name, specs, logs, lock
-        self.device, self.threads = device, threads
+        self.device, self.threads, self.patience = device, threads, patience
+        self.first_at_once = max(1, len(specs)) if together else 1
         self.rows: dict[str, dict[str, Any]] = {}
         self.failed: dict[str, str] = {}
         self.workers: dict[str, Worker] = {}
 
-    def run(self, rounds: int, most: int) -> dict[str, Any]:
-        """So many turns count; of at most ``most``, those that were disturbed least."""
+    def run(self, rounds: int, most: int, seconds: float) -> dict[str, Any]:
+        """So many turns count; of at most ``most``, those that were disturbed least. After so many
+        seconds no further one begins."""
         workload = WORKLOADS[self.name]
         load = os.getloadavg()[0]
         with tempfile.TemporaryDirectory() as temporary:
@@ -199,9 +251,14 @@ class Turns:
             networks = prepare(workload, folder, self.device, self.threads)
             work = Work.read(folder)
             try:
-                for spec in self.specs:
+                for spec in self.specs:  # all at once: imports take longest
                     self._guarded(spec.label, partial(self._start, spec, folder, work))
-                self._take_turns(rounds, most)
+                started = [spec for spec in self.specs if spec.label in self.workers]
+                with ThreadPoolExecutor(self.first_at_once) as pool:
+                    list(pool.map(self._begin, started))
+                labels = [spec.label for spec in started if spec.label in self.rows]
+                self.rows = {label: self.rows[label] for label in labels}  # in the order asked for
+                self._take_turns(rounds, most, seconds)
                 for label in list(self.workers):
                     ended = partial(self._finish, label, folder, work, networks)
                     self._guarded(label, ended)
@@ -235,7 +292,13 @@ class Turns:
 
     def _start(self, spec: Spec, folder: Path, work: Work) -> None:
         log = self.logs / f"{self.name}-{spec.label.replace('/', '-')}.log"
-        self.workers[spec.label] = worker = Worker(spec, folder, work, log)
+        self.workers[spec.label] = Worker(spec, folder, work, log, self.patience)
+
+    def _begin(self, spec: Spec) -> None:
+        self._guarded(spec.label, partial(self._first_round, spec))
+
+    def _first_round(self, spec: Spec) -> None:
+        worker = self.workers[spec.label]
         facts = worker.ask()
         with PeakMemory(worker.pid) as memory:
             first = worker.ask("first round")
@@ -243,17 +306,17 @@ class Turns:
             "peer": spec.label,
             "commit": spec.commit(),
             **facts,
-            "first_round_seconds": round(first["seconds"], 3),
             "steps_a_round": first["steps"],
             "peak_memory_mib": round(memory.bytes / MIB),
         }
 
-    def _take_turns(self, rounds: int, most: int) -> None:
+    def _take_turns(self, rounds: int, most: int, seconds: float) -> None:
         """Turns during which nothing else ran, as far as there are; else the quietest."""
         turns: list[Turn] = []
+        end = time.monotonic() + seconds
         with Alone(self.lock) as alone:
             while sum(turn.others_cpus <= QUIET for turn in turns) < rounds:
-                if len(turns) == most:
+                if len(turns) == most or (turns and time.monotonic() > end):
                     break
                 turns.append(self._turn(reverse=len(turns) % 2 == 1))
                 alone.between()
@@ -307,12 +370,12 @@ def learned(
     found: dict[str, list[float]] = {}
     for client in range(min(work.clients, MOST_EVALUATED)):
         state = np.load(folder / f"{kind}_{client if count > 1 else 0}.npz")
-        network = networks[client]
+        network = networks[client].to(work.device)
         network.load_state_dict({name: torch.from_numpy(state[name]) for name in state.files})
         for part, (x, y) in (("train", work.train[client]), ("test", work.test[client])):
-            labels = torch.from_numpy(y).long()
+            labels = torch.from_numpy(y).long().to(work.device)
             with torch.no_grad():
-                logits = network.eval()(torch.from_numpy(x))
+                logits = network.eval()(torch.from_numpy(x).to(work.device))
             loss = float(torch.nn.functional.cross_entropy(logits, labels))
             accuracy = float((logits.argmax(1) == labels).float().mean())
             found.setdefault(f"{part}_loss", []).append(loss)
@@ -350,10 +413,21 @@ def main() -> None:
     parser.add_argument("--peer", type=Spec.parse, action="append", required=True)
     parser.add_argument("--work", choices=list(WORKLOADS), action="append", required=True)
     parser.add_argument("--rounds", type=int, default=5, help="that are timed, of each peer")
+    parser.add_argument(
+        "--seconds", type=float, default=3600, help="of a work, after which no turn begins"
+    )
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, help="the record; '-': only print")
     parser.add_argument("--logs", type=Path, help="where to keep what peers print")
+    parser.add_argument(
+        "--patience", type=float, default=600, help="seconds for a round; then a peer is left out"
+    )
+    parser.add_argument(
+        "--together",
+        action="store_true",
+        help="first rounds, which are not timed, all at once: for peers that time nothing then",
+    )
     parser.add_argument("--busy", action="store_true", help="record it on a busy machine too")
     parser.add_argument(
         "--lock",
@@ -368,9 +442,20 @@ def main() -> None:
         logs.mkdir(exist_ok=True, parents=True)
         for name in asked.work:
             lock = asked.lock or logs / "lock"
-            turns = Turns(name, asked.peer, asked.device, asked.threads, logs, lock)
+            turns = Turns(
+                name,
+                asked.peer,
+                asked.device,
+                asked.threads,
+                logs,
+                lock,
+                asked.patience,
+                asked.together,
+            )
             recorded = str(out) != "-" and not asked.busy
-            result = turns.run(asked.rounds, asked.rounds * (TRIES if recorded else 1))
+            result = turns.run(
+                asked.rounds, asked.rounds * (TRIES if recorded else 1), asked.seconds
+            )
             print(table(result), end="\n\n", flush=True)
             if not result["quiet"] and not asked.busy:
                 print("not recorded: the machine was not quiet (--busy records it all the same)")

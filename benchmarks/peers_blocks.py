@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,9 +20,12 @@ NAMES = {
 }
 
 
+PRECISIONS = ("float32", "tf32", "bf16")
+
+
 def peers(name: str) -> str:
     if not (ROOT / "benchmarks" / "results" / f"{name}.json").is_file():
-        return "No record yet: it needs a machine on which nothing else runs."
+        return "No record yet."
     record = result(name)
     parts = [part for work in record.values() for part in _work(work)]
     return "\n".join([*parts, *_versions(record.values())])
@@ -30,27 +34,61 @@ def peers(name: str) -> str:
 def _work(work: dict[str, Any]) -> list[str]:
     busy = max(work["others_cpus"])
     rounds = len(work["rows"][0]["seconds"])
+    columns = {
+        "library": [_title(row["peer"]) for row in work["rows"]],
+        "seconds a round": [_seconds(row["median_seconds"]) for row in work["rows"]],
+        **(_on_gpu if work["environment"]["device"].startswith("cuda") else _on_cpu)(work["rows"]),
+        "steps": [f"{row['steps_a_round']:,}" for row in work["rows"]],
+        "training loss": [_losses(row) for row in work["rows"]],
+    }
     lines = [
         f"**{work['about']}**, {work['threads']} threads, medians of {rounds} rounds; other "
         f"processes kept at most {busy:.1f} cores busy",
         "",
-        "| | seconds a round | times | CPU-seconds | memory, MiB | steps | training loss |",
-        "|---|---|---|---|---|---|---|",
+        f"| {' | '.join(columns)} |",
+        "|---" * len(columns) + "|",
+        *(f"| {' | '.join(cells)} |" for cells in zip(*columns.values(), strict=True)),
     ]
-    for row in work["rows"]:
-        losses = ", ".join(
-            f"{kind} {found['train_loss']:.3f}" for kind, found in sorted(row["learned"].items())
-        )
-        lines.append(
-            f"| {_title(row['peer'])} | {_seconds(row['median_seconds'])} | "
-            f"{row['times_first']:.2f} | {_seconds(row['median_cpu_seconds'])} | "
-            f"{row['peak_memory_mib']:,} | {row['steps_a_round']:,} | {losses}"
-            f"{'' if row['learned_alike'] else ' (not alike)'} |"
-        )
     failed = [f"{_title(peer)}: {why}" for peer, why in work["failed"].items()]
     if failed:
         lines += ["", f"Did not run: {'; '.join(failed)}."]
     return [*lines, "", f"{machine(work['environment'])}", ""]
+
+
+def _on_cpu(rows: list[dict[str, Any]]) -> dict[str, list[str]]:
+    return {
+        "times": [f"{row['times_first']:.2f}" for row in rows],
+        "CPU-seconds": [_seconds(row["median_cpu_seconds"]) for row in rows],
+        "memory, MiB": [f"{row['peak_memory_mib']:,}" for row in rows],
+    }
+
+
+def _on_gpu(rows: list[dict[str, Any]]) -> dict[str, list[str]]:
+    perfed = {_precision(row): row for row in rows if row["peer"].startswith("perfed")}
+    return {
+        "times perfed, same precision": [_times(row, perfed.get(_precision(row))) for row in rows],
+        "times perfed, bf16": [_times(row, perfed.get("bf16")) for row in rows],
+        "GPU memory, MiB": [f"{row['device_peak_mib']:,}" for row in rows],
+    }
+
+
+def _precision(row: dict[str, Any]) -> str:
+    return next((word for word in PRECISIONS if word in row["peer"]), "float32")
+
+
+def _times(row: dict[str, Any], other: dict[str, Any] | None) -> str:
+    """By neighbouring rounds."""
+    if other is None:
+        return ""
+    pairs = zip(row["seconds"], other["seconds"], strict=True)
+    return f"{statistics.median(a / b for a, b in pairs):.2f}"
+
+
+def _losses(row: dict[str, Any]) -> str:
+    losses = ", ".join(
+        f"{kind} {found['train_loss']:.3f}" for kind, found in sorted(row["learned"].items())
+    )
+    return losses if row["learned_alike"] else f"{losses} (not alike)"
 
 
 def _versions(works: Iterable[dict[str, Any]]) -> list[str]:
@@ -78,4 +116,7 @@ def _seconds(value: float) -> str:
     return f"{value:.2f}" if value >= 1 else f"{value:.4f}"
 
 
-BLOCKS = {"peers-cpu": lambda: peers("peers_cpu")}
+BLOCKS = {
+    "peers-cpu": lambda: peers("peers_cpu"),
+    "peers-h200": lambda: peers("peers_h200"),
+}

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -47,7 +48,7 @@ def test_turns_that_others_disturb_are_taken_again(
     driver: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disturbance = iter([2.0, 0.1, 1.0, 0.2, 0.0])
-    turns = driver.Turns("mlp", [], "cpu", 1, tmp_path, tmp_path / "lock")
+    turns = driver.Turns("mlp", [], "cpu", 1, tmp_path, tmp_path / "lock", 60)
     turns.rows = {"one": {}}
 
     def turn(reverse: bool) -> Any:
@@ -55,10 +56,11 @@ def test_turns_that_others_disturb_are_taken_again(
         return driver.Turn({"one": {"seconds": others, "cpu_seconds": 0.0}}, others)
 
     monkeypatch.setattr(turns, "_turn", turn)
-    turns._take_turns(rounds=2, most=8)
+    turns._take_turns(rounds=2, most=8, seconds=60)
     assert turns.others_cpus == [0.1, 0.2]
     assert turns.rows["one"]["seconds"] == [0.1, 0.2]
-    assert next(disturbance) == 0.0
+    turns._take_turns(rounds=2, most=8, seconds=0)
+    assert turns.others_cpus == [0.0]  # one turn in any case, and no more after the time
 
 
 def test_cpu_seconds_are_those_of_all_descendants(inside: None) -> None:
@@ -107,3 +109,81 @@ def test_a_worker_answers_and_says_why_it_cannot(inside: None, tmp_path: Path) -
     )
     answer = json.loads(worker.stdout.removeprefix("@"))
     assert answer == {"error": "RuntimeError: needs a newer Python"}
+
+
+def test_a_peer_that_does_not_answer_is_ended_and_the_record_says_so(
+    driver: Any, inside: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from works import WORKLOADS, prepare
+
+    (tmp_path / "drive_asleep.py").write_text("import time\ntime.sleep(1000)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    folder = tmp_path / "work"
+    folder.mkdir()
+    prepare(WORKLOADS["mlp"], folder, "cpu", 1)
+    work = driver.Work.read(folder)
+    spec = driver.Spec.parse("asleep=")
+    turns = driver.Turns("mlp", [spec], "cpu", 1, tmp_path, tmp_path / "lock", 0.5)
+    turns._start(spec, folder, work)
+    worker = turns.workers["asleep"]
+    turns._begin(spec)
+    assert turns.failed == {"asleep": "no answer within 0.5 seconds"}
+    assert not turns.workers
+    assert worker._process.wait(60) == -signal.SIGKILL
+
+
+def test_an_absent_package_can_be_imported_and_not_used(
+    inside: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import stand_ins
+
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.setattr(stand_ins, "SAID", [])
+    stand_ins.stand_in_for("absent_one", "absent_two", "numpy")
+    from absent_one.part import something  # type: ignore[import-not-found]
+
+    assert importlib.import_module("numpy").zeros(1) == 0  # what is installed stays
+    assert stand_ins.SAID == ["absent_one, absent_two, imported but not used"]
+    with pytest.raises(RuntimeError, match=r"absent_one\.part\.something is used"):
+        something(1)
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("absent_three")
+
+
+def test_steps_are_those_that_optimizers_take(inside: None, tmp_path: Path) -> None:
+    import torch
+    from torch_peer import TorchPeer
+    from work import Work
+    from works import WORKLOADS, prepare
+
+    class ThreeSteps(TorchPeer):
+        def round(self) -> None:
+            optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1)
+            for _ in range(3):
+                optimizer.step()
+
+    prepare(WORKLOADS["mlp"], tmp_path, "cpu", torch.get_num_threads())
+    peer = ThreeSteps(Work.read(tmp_path), "")
+    assert peer.counted_round() == 3
+    peer.round()
+    assert peer.counted_round() == 3  # what is not counted stays out
+
+
+def test_the_table_compares_with_perfed_at_the_same_precision(
+    inside: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from peers_blocks import _on_gpu
+
+    def row(peer: str, *seconds: float) -> dict[str, Any]:
+        return {"peer": peer, "seconds": seconds, "device_peak_mib": 1000}
+
+    rows = [
+        row("perfed/float32", 2.0, 2.0, 4.0),
+        row("perfed/bf16", 0.2, 0.1, 0.1),
+        row("pfllib", 6.0, 8.0, 8.0),
+        row("pfllib/tf32", 3.0, 3.0, 3.0),
+    ]
+    columns = _on_gpu(rows)
+    assert columns["times perfed, same precision"] == ["1.00", "1.00", "3.00", ""]
+    assert columns["times perfed, bf16"] == ["20.00", "1.00", "80.00", "30.00"]

@@ -6,12 +6,13 @@ import sys
 from typing import Any
 
 import torch
+from stand_ins import defer_annotations
 from torch.utils.data import DataLoader, TensorDataset
-from torch_peer import StepCount, arrays, device_memory, seeded_network, synchronize
+from torch_peer import TorchPeer, arrays, device_memory, seeded_network, synchronize
 from work import Models, Work
 
 __all__ = ["PACKAGES", "STOOD_IN", "Peer", "device_memory"]
-PACKAGES = ["torch", "numpy"]
+PACKAGES = ["blazefl", "torch", "numpy"]
 STOOD_IN = ["the network and the dataset are the comparison's"]
 
 
@@ -36,16 +37,18 @@ class Data:
         return DataLoader(self.parts[cid], batch_size, shuffle=True, generator=generator)
 
 
-class Peer:
+class Peer(TorchPeer):
     def __init__(self, work: Work, variant: str, source: str) -> None:
         if work.algorithm != "fedavg":
             raise NotImplementedError(f"BlazeFL has no {work.algorithm}")
         if sys.version_info < (3, 14):
-            raise RuntimeError(f"BlazeFL needs Python 3.14, this is {sys.version.split()[0]}")
+            defer_annotations("blazefl")
         from blazefl.contrib import fedavg
 
+        super().__init__(work, variant)
         at_once = variant == "threads"
-        torch.set_num_threads(1 if at_once else work.threads)
+        if at_once:
+            torch.set_num_threads(1)
         common = {
             "model_selector": Networks(work),
             "model_name": "shared",
@@ -55,7 +58,6 @@ class Peer:
             "batch_size": work.batch_size,
             "seed": 0,
         }
-        self.work = work
         ratio = work.clients_per_round / work.clients
         self.server = fedavg.FedAvgBaseServerHandler(
             global_round=1000, sample_ratio=ratio, **common
@@ -74,13 +76,5 @@ class Peer:
             self.server.load(package)
         synchronize(self.work)
 
-    def counted_round(self) -> int:
-        with StepCount() as count:
-            self.round()
-        return count.steps
-
     def models(self) -> Models:
         return {"global": [arrays(self.server.model)]}
-
-    def close(self) -> None:
-        pass

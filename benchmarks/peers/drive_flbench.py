@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from stand_ins import stand_in_for
 from torch_peer import (
-    StepCount,
+    TorchPeer,
     arrays,
     device_memory,
+    import_torchvision,
     seeded_network,
     synchronize,
-    torchvision_without_operators,
 )
 from work import Arrays, Models, Work
 
@@ -29,18 +30,18 @@ STOOD_IN = [
     "the network is the comparison's, cut before its last layer",
     "the dataset is the shared arrays, not divided by 255",
     "hydra's record of the output folder",
-    "torchvision's compiled operators, which are not used",
     "evaluation is switched off",
 ]
 SERVERS = {"fedavg": ("fedavg", "FedAvgServer"), "ditto": ("ditto", "DittoServer")}
 
 
-class Peer:
+class Peer(TorchPeer):
     def __init__(self, work: Work, variant: str, source: str) -> None:
         sys.path.insert(0, source)
-        torchvision_without_operators()
-        torch.set_num_threads(work.threads)
-        self.work, self.parallel = work, variant == "parallel"
+        super().__init__(work, variant)
+        self.parallel = "parallel" in variant
+        stand_in_for(*([] if self.parallel else ["ray"]), "hydra", "sklearn", "pandas")
+        import_torchvision()
         base = importlib.import_module("src.server.fedavg")
         module, name = SERVERS[work.algorithm]
         server = getattr(importlib.import_module(f"src.server.{module}"), name)
@@ -54,7 +55,7 @@ class Peer:
             import ray
 
             os.environ["OMP_NUM_THREADS"] = "1"  # as Ray sets it for a worker with one core
-            hook = {"worker_process_setup_hook": torchvision_without_operators}
+            hook = {"worker_process_setup_hook": import_torchvision}
             ray.init(num_cpus=work.threads, include_dashboard=False, runtime_env=hook)
         self.server = server(args=arguments(work, self.parallel, Path(source)))
         self.rounds = 0
@@ -72,9 +73,7 @@ class Peer:
             self.round()
             models = 2 if self.work.algorithm == "ditto" else 1
             return models * self.work.clients_per_round * self.work.steps
-        with StepCount() as count:
-            self.round()
-        return count.steps
+        return super().counted_round()
 
     def models(self) -> Models:
         found = {"global": [self._named(arrays(self.server.model))]}
@@ -88,9 +87,6 @@ class Peer:
 
     def _named(self, found: Arrays) -> Arrays:
         return dict(zip(self.work.initial(), found.values(), strict=True))
-
-    def close(self) -> None:
-        pass
 
 
 def write_partition(work: Work, folder: Path) -> None:

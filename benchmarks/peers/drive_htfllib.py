@@ -13,13 +13,14 @@ from pathlib import Path
 import numpy as np
 import torch
 from drive_pfllib import arguments, write_files
+from stand_ins import stand_in_for
 from torch_peer import (
-    StepCount,
+    TorchPeer,
     arrays,
     device_memory,
+    import_torchvision,
     started,
     synchronize,
-    torchvision_without_operators,
 )
 from work import Models, Work
 
@@ -32,21 +33,20 @@ PACKAGES = ["torch", "torchvision", "numpy", "scikit-learn", "h5py"]
 STOOD_IN = [
     "the networks are perfed's",
     "torch.load as it was before torch 2.6: HtFLlib keeps whole networks in files",
-    "torchvision's compiled operators, which are not used",
     "evaluation and saving of results are switched off",
 ]
 
 
-class Peer:
+class Peer(TorchPeer):
     def __init__(self, work: Work, variant: str, source: str) -> None:
         if work.algorithm != "local":
             raise NotImplementedError(f"HtFLlib has no {work.algorithm}")
         sys.path.insert(0, str(Path(source) / "system"))
-        torchvision_without_operators()
+        super().__init__(work, variant)
+        stand_in_for("h5py", "sklearn")
+        import_torchvision()
         torch.load = partial(torch.load, weights_only=False)
         write_files(work, Path.cwd())
-        torch.set_num_threads(work.threads)
-        self.work = work
         base = importlib.import_module("flcore.clients.clientbase")
         base.BaseHeadSplit = lambda args, client: client_network(work, client)
         said = arguments(work)
@@ -60,20 +60,12 @@ class Peer:
         self.server.train()
         synchronize(self.work)
 
-    def counted_round(self) -> int:
-        with StepCount() as count:
-            self.round()
-        return count.steps
-
     def models(self) -> Models:
         folder = Path(self.server.save_folder_name)
         found = []
         for client in self.server.clients:
             found.append(arrays(torch.load(folder / f"{client.role}_model.pt")))
         return {"personal": found}
-
-    def close(self) -> None:
-        pass
 
 
 def client_network(work: Work, client: int) -> torch.nn.Module:

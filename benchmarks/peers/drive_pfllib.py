@@ -12,8 +12,8 @@ from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
-import torch
-from torch_peer import StepCount, arrays, device_memory, seeded_network, synchronize
+from stand_ins import stand_in_for
+from torch_peer import TorchPeer, arrays, device_memory, seeded_network, synchronize
 from work import Models, Work
 
 __all__ = ["PACKAGES", "STOOD_IN", "Peer", "device_memory"]
@@ -22,12 +22,12 @@ STOOD_IN = ["the network is the comparison's", "evaluation and saving are switch
 SERVERS = {"fedavg": ("serveravg", "FedAvg"), "ditto": ("serverditto", "Ditto")}
 
 
-class Peer:
+class Peer(TorchPeer):
     def __init__(self, work: Work, variant: str, source: str) -> None:
         sys.path.insert(0, str(Path(source) / "system"))
-        self.work = work
+        super().__init__(work, variant)
+        stand_in_for("h5py", "sklearn", "matplotlib")
         write_files(work, Path.cwd())
-        torch.set_num_threads(work.threads)
         np.random.seed(0)
         module, name = SERVERS[work.algorithm]
         server = getattr(importlib.import_module(f"flcore.servers.{module}"), name)
@@ -43,19 +43,11 @@ class Peer:
         self.server.train()
         synchronize(self.work)
 
-    def counted_round(self) -> int:
-        with StepCount() as count:
-            self.round()
-        return count.steps
-
     def models(self) -> Models:
         found = {"global": [arrays(self.server.global_model)]}
         if self.work.algorithm == "ditto":
             found["personal"] = [arrays(client.model_per) for client in self.server.clients]
         return found
-
-    def close(self) -> None:
-        pass
 
 
 def write_files(work: Work, folder: Path) -> None:

@@ -6,15 +6,8 @@ import types
 from typing import Any
 
 import torch
-from pfl.aggregate.simulate import SimulatedBackend
-from pfl.aggregate.weighting import WeightByDatapoints
-from pfl.algorithm.base import NNAlgorithmParams
-from pfl.algorithm.federated_averaging import FederatedAveraging
-from pfl.data import FederatedDataset
-from pfl.data.sampling import get_user_sampler
-from pfl.hyperparam import NNTrainHyperParams
-from pfl.model.pytorch import PyTorchModel
-from torch_peer import StepCount, arrays, device_memory, seeded_network, synchronize
+from stand_ins import stand_in_for
+from torch_peer import TorchPeer, arrays, device_memory, seeded_network, synchronize
 from work import Models, Work
 
 __all__ = ["PACKAGES", "STOOD_IN", "Peer", "device_memory"]
@@ -22,12 +15,21 @@ PACKAGES = ["torch", "numpy", "dp-accounting"]
 STOOD_IN = ["the network and its loss are the comparison's"]
 
 
-class Peer:
+class Peer(TorchPeer):
     def __init__(self, work: Work, variant: str, source: str) -> None:
         if work.algorithm != "fedavg":
             raise NotImplementedError(f"pfl-research has no {work.algorithm}")
-        torch.set_num_threads(work.threads)
-        self.work, self.rounds = work, 0
+        super().__init__(work, variant)
+        stand_in_for("dp_accounting", "prv_accountant")
+        from pfl.aggregate.simulate import SimulatedBackend
+        from pfl.aggregate.weighting import WeightByDatapoints
+        from pfl.algorithm.federated_averaging import FederatedAveraging
+        from pfl.data import FederatedDataset
+        from pfl.data.sampling import get_user_sampler
+        from pfl.hyperparam import NNTrainHyperParams
+        from pfl.model.pytorch import PyTorchModel
+
+        self.rounds = 0
         self.network = seeded_network(work)
         self.network.loss = types.MethodType(_loss, self.network)
         self.network.metrics = types.MethodType(_no_metrics, self.network)
@@ -53,6 +55,8 @@ class Peer:
         )
 
     def round(self) -> None:
+        from pfl.algorithm.base import NNAlgorithmParams
+
         self.rounds += 1
         asked = NNAlgorithmParams(
             central_num_iterations=self.rounds,
@@ -64,15 +68,10 @@ class Peer:
         synchronize(self.work)
 
     def counted_round(self) -> int:
-        with StepCount() as count:
-            self.round()
-        return count.steps - 1  # one is the server's
+        return super().counted_round() - 1  # one is the server's
 
     def models(self) -> Models:
         return {"global": [arrays(self.network)]}
-
-    def close(self) -> None:
-        pass
 
 
 def _loss(self: Any, x: torch.Tensor, y: torch.Tensor, eval: bool = False) -> torch.Tensor:

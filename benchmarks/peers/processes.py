@@ -61,9 +61,9 @@ def resident_bytes(pids: list[int]) -> int:
 
 
 def peak_bytes(pid: int) -> int:
-    """The most memory that one process has had at any time."""
+    """The most memory that one process has had at any time; 0 where the kernel does not say."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) * KIB for line in lines if line.startswith("VmHWM"))
+    return next((int(line.split()[1]) * KIB for line in lines if line.startswith("VmHWM")), 0)
 
 
 class PeakMemory:

@@ -21,6 +21,7 @@ from typing import Any, TextIO
 
 import numpy as np
 from processes import others_cpu_seconds
+from stand_ins import SAID
 from work import Work
 
 
@@ -67,14 +68,13 @@ def serve(adapter: str, variant: str, source: str, folder: str, answers: TextIO)
     peer = module.Peer(work, variant, source)
     packages = {name: version(name) for name in module.PACKAGES}
     facts = {"python": platform.python_version(), "packages": packages}
-    tell(facts | {"stood_in": module.STOOD_IN})
+    tell(facts | {"stood_in": module.STOOD_IN + SAID})
     for line in sys.stdin:
         match line.split():
             case ["round"]:
                 tell(timed(peer))
             case ["first", "round"]:
-                began = time.perf_counter()
-                tell({"steps": peer.counted_round(), "seconds": time.perf_counter() - began})
+                tell({"steps": peer.counted_round()})
             case ["models", where]:
                 tell(save_models(peer, Path(where)))
             case ["memory"]:

@@ -24,7 +24,6 @@ from perfed.runs.simulation import Simulation
 HTFE8 = "htfe8"  # of perfed
 NETWORKS = Path(__file__).with_name("networks.py")
 CLASSES = 10
-NOISE = 1.0
 
 
 @dataclass(frozen=True)
@@ -59,11 +58,14 @@ class Workload:
         }
 
 
-FEDAVG, LOCAL = {"name": "fedavg"}, {"name": "local"}
+FEDAVG, DITTO, LOCAL = {"name": "fedavg"}, {"name": "ditto", "weight": 1.0}, {"name": "local"}
 CNN = "CNN of 582,026 parameters, 10 clients × 50 steps × batch 32"
+VGG = "VGG11 with BatchNorm, 10 clients × 50 steps × batch 64"
 WORKLOADS = {
+    "vgg": Workload(f"FedAvg, {VGG}", FEDAVG, "vgg11", (3, 32, 32), batch_size=64),
+    "vgg-ditto": Workload(f"Ditto, {VGG}", DITTO, "vgg11", (3, 32, 32), batch_size=64),
     "fedavg": Workload(f"FedAvg, {CNN}", FEDAVG, "Cnn", (1, 28, 28)),
-    "ditto": Workload(f"Ditto, {CNN}", {"name": "ditto", "weight": 1.0}, "Cnn", (1, 28, 28)),
+    "ditto": Workload(f"Ditto, {CNN}", DITTO, "Cnn", (1, 28, 28)),
     "hypcluster": Workload(
         f"HypCluster with three models, {CNN}",
         {"name": "hypcluster", "clusters": 3},
@@ -165,5 +167,6 @@ def samples(workload: Workload) -> tuple[np.ndarray, np.ndarray]:
     each = round(workload.steps * workload.batch_size / 0.8)
     y = random.integers(0, CLASSES, workload.clients * each)
     pictures = random.normal(size=(CLASSES, *workload.shape)).astype(np.float32)
-    noise = random.normal(size=(len(y), *workload.shape)).astype(np.float32)
-    return 0.5 * pictures[y] + NOISE * noise, y
+    x = random.standard_normal((len(y), *workload.shape), np.float32)
+    x += 0.5 * pictures[y]
+    return x, y
