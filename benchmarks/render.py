@@ -165,9 +165,9 @@ PARTS = {
     "convolution, weight gradient": ("_conv_weight", "_small_weight"),
     "depthwise convolution": ("_depthwise",),
     "matrix products": ("nvjet", "cutlass"),
-    "attention": ("flash",),
+    "attention": ("flash", "_attention"),
     "norms, with the sum and ReLU after them": ("_norm", "_stats", "_layer_norm", "_group_norm"),
-    "GELU": ("Gelu",),
+    "biases, GELU, and the sums of their gradients": ("_bias", "_gelu", "_sums"),
     "the update": ("_descend", "multi_tensor_apply"),
     "sums of gradients": ("reduce_kernel", "CUDAFunctor_add"),
 }
@@ -229,7 +229,8 @@ def networks(name: str) -> str:
         times = [row["step_ms"] for row in rows.values() if "step_ms" in row]
         ratio = rows["sequential", "float32"]["step_ms"] / min(times)
         cells = [f"{network['parameters']:,}", *(_step(rows.get(way)) for way in ways)]
-        lines.append(f"| {network['title']} | {' | '.join(cells)} | {ratio:.1f}× |")
+        cells.append(f"{ratio:.1f}×" if len(times) > 1 else "–")
+        lines.append(f"| {network['title']} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", machine(record["environment"])])
 
 
@@ -245,7 +246,7 @@ def networks_cpu() -> str:
         one, all_ = (rows[engine]["step_ms"] for engine in ("sequential", "stacked"))
         floor = 1e3 * network["flops_per_step"] / rate
         cells = [f"{network['parameters']:,}", _step(rows["sequential"]), _step(rows["stacked"])]
-        cells += [f"{one / all_:.2f}×", f"{floor:.3g}", f"{one / floor:.1f}", f"{all_ / floor:.1f}"]
+        cells += [f"{one / all_:.2f}×", _ms(floor), f"{one / floor:.1f}", f"{all_ / floor:.1f}"]
         lines.append(f"| {network['title']} | {' | '.join(cells)} |")
     rate_words = f"A large matrix product reaches {rate / 1e9:.0f} GFLOP/s here"
     return "\n".join([*lines, "", f"{rate_words} {machine(record['environment'])}."])
@@ -254,7 +255,12 @@ def networks_cpu() -> str:
 def _step(row: dict[str, Any] | None) -> str:
     if row is None or "step_ms" not in row:
         return "–" if row is None else row.get("error", "–")
-    return f"{row['step_ms']:.3g}" + ("" if row["finite"] else " (not finite)")
+    return _ms(row["step_ms"]) + ("" if row["finite"] else " (not finite)")
+
+
+def _ms(value: float) -> str:
+    """With three digits, or all before the point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def table1_time() -> str:
