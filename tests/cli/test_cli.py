@@ -183,6 +183,7 @@ def test_list_names_everything_with_a_meaning(
             "partitions",
             "optimizers",
             "schedules",
+            "stages",  # where another test has registered one
             "metrics",
             "presets",
         )
