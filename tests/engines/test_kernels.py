@@ -121,12 +121,13 @@ for channels, kernel, stride, padding, dilation in (
     same(hopper.max_pool2d(x, (kernel, kernel), geometry), plain, x)
 for first in (1, 2, 3):  # bands of rows that end where the first samples do, and that do not
     x, w = torch.randn(N, 4, 64, 8, 8), torch.randn(N, 64, 1, 3, 3)
-    y = hopper.depthwise(x, w, None, ((1, 1), (1, 1), (1, 1)))
+    far = torch.full((N, 64), 1000.0)  # from zero, so that plain squares would say little
+    y = hopper.depthwise(x, w, far, ((1, 1), (1, 1), (1, 1)))
     halves = y.split([first, 4 - first], 1)
     weight = torch.ones(N, 64)
     plain = [each(lambda y: F.batch_norm(y, None, None, training=True), half) for half in halves]
     norm = hopper.batch_norm(y, weight, 0 * weight, [], 0.1, 1e-5, first)
-    torch.testing.assert_close(norm.value(), torch.cat(plain, 1), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(norm.value(), torch.cat(plain, 1), rtol=1e-3, atol=1e-3)
 for channels, groups, relu in ((64, 2, 1), (64, 32, 0), (30, 3, 1), (96, 32, 1), (8, 8, 0)):
     x, w, b = leaf(N, 2, channels, 5, 5), leaf(N, channels), leaf(N, channels)
     norm = hopper.group_norm(x, w, b, groups, 1e-5)

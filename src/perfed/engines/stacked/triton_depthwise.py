@@ -40,6 +40,19 @@ def source(at, tap, pad, size, STRIDE: tl.constexpr, DIL: tl.constexpr, FORWARD:
 
 
 @triton.jit
+def band(
+    columns, bands, blocks, C, TW, ROWS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
+):  # fmt: skip
+    """What a program has: its tile's number, channels, images and columns, first row, and which of
+    them are there."""
+    tile = tl.program_id(0) // blocks
+    c = tl.program_id(0) % blocks * BC + tl.arange(0, BC)
+    at = tile // bands * BR + tl.arange(0, BR)
+    known = (at < columns)[:, None] & (c < C)[None, :]
+    return tile, c, at // TW, at % TW, tile % bands * ROWS, known
+
+
+@triton.jit
 def _zeros(COUNT: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
     values = ()
     for _ in tl.static_range(COUNT):
@@ -58,15 +71,8 @@ def _depthwise_kernel(
     """A band of ROWS rows and BR columns, of one or several images of TH×TW, from those of SH×SW:
     the convolution, or the gradient of its input, which goes the other way. The band's first row
     sees those from LOW to HIGH of the source, counted from where it lies itself."""
-    block = tl.program_id(0) % blocks
-    tile = tl.program_id(0) // blocks
+    tile, c, image, v, h0, known = band(columns, bands, blocks, C, TW, ROWS, BR, BC)
     model = tl.program_id(1)
-    c = block * BC + tl.arange(0, BC)
-    at = tile // bands * BR + tl.arange(0, BR)
-    image = at // TW
-    v = at % TW
-    known = (at < columns)[:, None] & (c < C)[None, :]
-    h0 = tile % bands * ROWS
     images = columns // TW
     x += model.to(tl.int64) * images * SH * SW * C
     y += model.to(tl.int64) * images * TH * TW * C
@@ -102,12 +108,13 @@ def _depthwise_kernel(
         acc = shifted
     if MOMENTS:
         total = tl.zeros((BR, BC), tl.float32)
-        square = tl.zeros((BR, BC), tl.float32)
         for r in tl.static_range(ROWS):
             total += acc[r]
-            square += acc[r] * acc[r]
         mean = tl.sum(total, 0) / (ROWS * BR)
-        m2 = tl.sum(square, 0) - ROWS * BR * mean * mean
+        square = tl.zeros((BR, BC), tl.float32)
+        for r in tl.static_range(ROWS):  # from the mean: plain squares say little where it is large
+            square += (acc[r] - mean[None, :]) * (acc[r] - mean[None, :])
+        m2 = tl.sum(square, 0)
         tiles = tl.num_programs(0) // blocks
         to = part + (model * tiles + tile) * 2 * C + c
         tl.store(to, mean, mask=c < C)

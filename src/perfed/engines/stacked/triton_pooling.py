@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from perfed.engines.stacked.triton_depthwise import ENTRIES, SIZES, constants, source
+from perfed.engines.stacked.triton_depthwise import ENTRIES, SIZES, band, constants, source
 from perfed.engines.stacked.triton_kernels import (
     Geometry,
     Pair,
@@ -33,15 +33,8 @@ def _max_pool_kernel(
     LOW: tl.constexpr, HIGH: tl.constexpr, ROWS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Of equal values the first counts, and a number that is none counts most, as in PyTorch."""
-    block = tl.program_id(0) % blocks
-    tile = tl.program_id(0) // blocks
+    _, c, image, v, h0, known = band(columns, bands, blocks, C, TW, ROWS, BR, BC)
     model = tl.program_id(1)
-    c = block * BC + tl.arange(0, BC)
-    at = tile // bands * BR + tl.arange(0, BR)
-    image = at // TW
-    v = at % TW
-    known = (at < columns)[:, None] & (c < C)[None, :]
-    h0 = tile % bands * ROWS
     images = columns // TW
     x += model.to(tl.int64) * images * SH * SW * C
     best = ()
@@ -87,15 +80,8 @@ def _max_pool_grad_kernel(
     LOW: tl.constexpr, HIGH: tl.constexpr, ROWS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Every place asks the windows that see it whether their maximum came from there."""
-    block = tl.program_id(0) % blocks
-    tile = tl.program_id(0) // blocks
+    _, c, image, v, h0, known = band(columns, bands, blocks, C, TW, ROWS, BR, BC)
     model = tl.program_id(1)
-    c = block * BC + tl.arange(0, BC)
-    at = tile // bands * BR + tl.arange(0, BR)
-    image = at // TW
-    v = at % TW
-    known = (at < columns)[:, None] & (c < C)[None, :]
-    h0 = tile % bands * ROWS
     images = columns // TW
     dy += model.to(tl.int64) * images * SH * SW * C
     places += model.to(tl.int64) * images * SH * SW * C
