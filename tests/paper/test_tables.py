@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from perfed.cli import app
+from perfed.cli import app, paper
 from perfed.paper.published import GRID, TABLE_1, TABLE_2
+from perfed.paper.reproduce import SINGLE
 from perfed.paper.tables import (
     TableRun,
     findings,
@@ -149,6 +150,20 @@ def test_the_whole_table_by_its_command(tmp_path: Path) -> None:
     assert len(set(architectures)) == 3
     again = CliRunner().invoke(app, [*command, str(tmp_path), "--seconds", "0"])
     assert again.stdout == done.stdout  # nothing is run again
+
+
+def test_all_of_the_paper_by_one_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that is left here of what there is, for time's sake."""
+    monkeypatch.setattr(paper, "SINGLE", {"figure1": SINGLE["figure1"]})
+    monkeypatch.setattr(paper, "STUDIES", {"table2": 2})
+    command = ["reproduce", "all", "--quick", "--rounds", "1", "--seeds", "0", "--methods", "local"]
+    done = CliRunner().invoke(app, [*command, "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert {path.name for path in tmp_path.glob("*.md")} == {"figure1.md", "table2-paper.md"}
+    again = CliRunner().invoke(app, [*command, "--out", str(tmp_path), "--json"])
+    found = json.loads(again.stdout)
+    assert set(found) == {"figure1", "table2"}
+    assert list(found["table2"]) == ["paper-C0.333-local-seed0"]
 
 
 @pytest.mark.parametrize(

@@ -31,4 +31,4 @@ presets = beginning_with(preset_names)  # where none fits, the shell offers file
 image_sets = beginning_with(lambda: IMAGE_SETS)
 engines = beginning_with(lambda: _choices("engine"))
 precisions = beginning_with(lambda: _choices("precision"))
-results_of_the_paper = beginning_with(lambda: sorted([*SINGLE, *STUDIES]))
+results_of_the_paper = beginning_with(lambda: sorted([*SINGLE, *STUDIES, "all"]))

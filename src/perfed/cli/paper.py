@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -48,12 +48,14 @@ from perfed.runs.tune import SEED
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+ALL = "all"
+
 
 def reproduce(
     what: Annotated[
         str,
         typer.Argument(
-            help="table1, table2, figure1, figure2, theorem1, theorem2 or costs",
+            help="table1, table2, figure1, figure2, theorem1, theorem2, costs, or all",
             autocompletion=completion.results_of_the_paper,
         ),
     ],
@@ -100,15 +102,11 @@ def reproduce(
     into one folder.
     """
     known = [*SINGLE, *STUDIES]
-    if what not in known:
-        raise ConfigError(f"'{what}' is none of {', '.join(sorted(known))}", "reproduce")
+    if what not in (*known, ALL):
+        raise ConfigError(f"'{what}' is none of {', '.join(sorted(known))}, all", "reproduce")
     out = out or Path("runs", "paper-quick" if quick else "paper")
-    if what in SINGLE:
-        made = SINGLE[what]
-        result, name = made.make(quick), what
-        shown = made.tables(result)
-        figure: Figure | None = made.plot(result)
-    else:
+
+    def table(what: str) -> Made:
         chosen = published_tables.with_options(
             published_tables.table_run(STUDIES[what], quick),
             settings,
@@ -120,18 +118,43 @@ def reproduce(
         study = chosen.study(out / what, methods.split(",") if methods else ())
         how = execution(engine, workers, device, precision, None, checkpoint_seconds)
         _run_study(study, how, shard, seconds, side_by_side)
-        result, name = chosen.study(out / what).records(), chosen.title
+        result = chosen.study(out / what).records()
         if not result:
             raise ConfigError(f"{study.folder} has no finished run yet", "reproduce")
         shown, figure = (
             published_tables.tables(chosen, result),
             published_tables.plot(chosen, result),
         )
+        return Made(chosen.title, result, shown, figure)
+
+    results = {}
+    for each in known if what == ALL else [what]:
+        made = _single(each, quick) if each in SINGLE else table(each)
+        results[each] = made.result
+        if not as_json:
+            _show(out, made)
     if as_json:
-        print_json(result)
-        return
-    print(layout.text(shown))
-    files = write_files(out, name, result, shown, figure)
+        print_json(results if what == ALL else results[what])
+
+
+class Made(NamedTuple):
+    """A result of the paper, made again."""
+
+    name: str
+    result: Any
+    shown: Sequence[Table]
+    figure: Figure | None
+
+
+def _single(what: str, quick: bool) -> Made:
+    single = SINGLE[what]
+    result = single.make(quick)
+    return Made(what, result, single.tables(result), single.plot(result))
+
+
+def _show(out: Path, made: Made) -> None:
+    print(layout.text(made.shown))
+    files = write_files(out, made.name, made.result, made.shown, made.figure)
     print(f"\nfiles: {files[0].with_suffix('')}.{{{','.join(f.suffix[1:] for f in files)}}}")
 
 
