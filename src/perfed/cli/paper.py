@@ -41,6 +41,7 @@ from perfed.paper import tables as published_tables
 from perfed.paper.published import GRID
 from perfed.paper.reproduce import SINGLE, STUDIES
 from perfed.paper.reproduce import write as write_files
+from perfed.paper.tables import TableRun
 from perfed.runs import tune as tuning
 from perfed.runs.study import Shard, Study
 from perfed.runs.tune import SEED
@@ -106,8 +107,10 @@ def reproduce(
         raise ConfigError(f"'{what}' is none of {', '.join(sorted(known))}, all", "reproduce")
     out = out or Path("runs", "paper-quick" if quick else "paper")
 
-    def table(what: str) -> Made:
-        chosen = published_tables.with_options(
+    wanted = known if what == ALL else [what]
+
+    def chosen(what: str) -> TableRun:
+        return published_tables.with_options(
             published_tables.table_run(STUDIES[what], quick),
             settings,
             rounds,
@@ -115,20 +118,23 @@ def reproduce(
             None if fractions is None else parse_numbers(fractions, "--fractions"),
             None if seeds is None else parse_seeds(seeds),
         )
-        study = chosen.study(out / what, methods.split(",") if methods else ())
+
+    few = methods.split(",") if methods else ()
+    # All of them, before anything is run: a wrong option is told at once.
+    studies = {each: chosen(each).study(out / each, few) for each in wanted if each in STUDIES}
+
+    def table(what: str) -> Made:
         how = execution(engine, workers, device, precision, None, checkpoint_seconds)
-        _run_study(study, how, shard, seconds, side_by_side)
-        result = chosen.study(out / what).records()
+        _run_study(studies[what], how, shard, seconds, side_by_side)
+        run = chosen(what)
+        result = run.study(out / what).records()
         if not result:
-            raise ConfigError(f"{study.folder} has no finished run yet", "reproduce")
-        shown, figure = (
-            published_tables.tables(chosen, result),
-            published_tables.plot(chosen, result),
-        )
-        return Made(chosen.title, result, shown, figure)
+            raise ConfigError(f"{out / what} has no finished run yet", "reproduce")
+        shown, figure = published_tables.tables(run, result), published_tables.plot(run, result)
+        return Made(run.title, result, shown, figure)
 
     results = {}
-    for each in known if what == ALL else [what]:
+    for each in wanted:
         made = _single(each, quick) if each in SINGLE else table(each)
         results[each] = made.result
         if not as_json:
