@@ -35,6 +35,10 @@ LARGE = 1 << 16
 """Entries from which one pass over memory, instead of three, is worth a kernel of its own."""
 
 
+KINDS = (torch.float32, torch.bfloat16, torch.float16)
+"""What kernels without matrix products take."""
+
+
 def usable(x: Tensor) -> bool:
     return x.dtype in (torch.bfloat16, torch.float16) and normalises(x)
 
@@ -43,7 +47,7 @@ def normalises(x: Tensor) -> bool:
     """Whether the kernels without matrix products can be used, for norms and depthwise
     convolutions: in float32 as well."""
     return (
-        x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        x.dtype in KINDS
         and x.numel() // x.shape[0] < 2**30  # offsets within a client are 32 bits wide
         and available(x)
     )

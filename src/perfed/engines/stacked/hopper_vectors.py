@@ -16,15 +16,12 @@ import torch
 from torch import Tensor
 
 from perfed.engines.stacked import hopper
-from perfed.engines.stacked.hopper import Deferred
+from perfed.engines.stacked.hopper import KINDS, Deferred
 
 with contextlib.suppress(ImportError):  # no Triton on this machine
     from perfed.engines.stacked import triton_attention, triton_linear, triton_norms
 
 Grads = tuple[Tensor | None, ...]
-
-
-KINDS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def normalises(x: Tensor) -> bool:
