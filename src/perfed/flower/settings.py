@@ -279,6 +279,10 @@ class CoordinatorOptions(Options):
                 "there are no samples here: sites are evaluated on their own",
                 "experiment.fresh_test",
             )
+        if self.experiment.shift is not None:
+            raise ConfigError(
+                "there are no samples here: sites have their own as they are", "experiment.shift"
+            )
         if self.experiment.evaluate_clients:
             raise ConfigError(
                 "every site evaluates itself: must be 0", "experiment.evaluate_clients"

@@ -158,6 +158,7 @@ def _about(report: Report) -> str:
         _same(f"{e.clients_per_round} selected a round" for e in experiments),
         _same(f"{e.rounds} rounds" for e in experiments),
         _same(f"{e.data.label()} divided by {e.partition.label()}" for e in experiments),
+        _same(f"shifted by {e.shift.label()}" if e.shift else "" for e in experiments),
         next(iter(by_seeds)) if len(by_seeds) == 1 else "",
     ]
     sentence = f"<p>{escape(about)}</p>" if about else ""

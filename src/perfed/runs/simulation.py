@@ -24,7 +24,6 @@ from perfed.core.schema import plain
 from perfed.core.selection import select_clients
 from perfed.core.threads import WRITERS, cpu_threads, in_threads
 from perfed.core.tree import flatten
-from perfed.data import build_federation
 from perfed.engines import ClientRecord, ClientStore, Engine, Execution, Outcome, Population
 from perfed.engines.execution import fitting_threads
 from perfed.models import parameter_count
@@ -128,15 +127,7 @@ class Simulation(Coordinator):
     ) -> None:
         super().__init__(experiment, callbacks, how.torch_device(), how.checkpoint_seconds)
         self.how = how
-        self.federation = build_federation(
-            experiment.data,
-            experiment.partition,
-            experiment.split,
-            experiment.clients,
-            experiment.seed,
-            experiment.fresh_test,
-            experiment.fresh_mix,
-        )
+        self.federation = experiment.federation()
         if self.algorithm.needs_public_set and not len(self.federation.samples.public_x):
             raise ConfigError(
                 f"'{self.algorithm.registered_name}' needs a public set, and the data has none: "
