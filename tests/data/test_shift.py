@@ -16,6 +16,7 @@ from perfed.data import Federation, shifts
 from perfed.data.datasets import scaled
 from tests.cli.test_cli import refusal
 from tests.conftest import RAY, SEQUENTIAL, STACKED, tiny
+from tests.runs.test_resume import StopAfter
 
 PICTURES: dict[str, Any] = {"models": "mlp", "partition": "iid", "split": {"train": [0.4]}}
 CHANGES = ("labels", "rotation", "noise", "contrast")
@@ -295,15 +296,10 @@ def test_some_clients_are_evaluated_and_their_groups_written_down(tmp_path: Path
 def test_stopped_and_resumed_it_is_the_same(tmp_path: Path) -> None:
     experiment = tiny(shift={"name": "noise", "groups": [1, 1]}, rounds=4)
 
-    class Stop:
-        def on_start(self, *_: Any) -> None: ...
-        def on_round(self, report: perfed.RoundReport) -> None:
-            if report.round == 1:
-                raise KeyboardInterrupt
-
+    often = dataclasses.replace(SEQUENTIAL, checkpoint_seconds=0)
     whole = perfed.run(experiment, tmp_path / "whole", how=SEQUENTIAL)
     with pytest.raises(KeyboardInterrupt):
-        perfed.run(experiment, tmp_path / "part", callbacks=[Stop()], how=SEQUENTIAL)
+        perfed.run(experiment, tmp_path / "part", callbacks=[StopAfter(2)], how=often)
     rest = perfed.resume(tmp_path / "part", how=SEQUENTIAL)
     assert rest.summary["models"] == whole.summary["models"]
     assert rest.per_client().equals(whole.per_client())

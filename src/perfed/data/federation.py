@@ -24,7 +24,7 @@ from perfed.data.tokens import all_tokens, tokens_in
 FreshMix = Literal["test", "held"]
 SMALLEST_CLIENT = 3  # one sample each to train, to validate and to test
 # The facts of a partition that are of each client.
-OF_EACH_CLIENT = {"sizes": int, "client_names": str, "groups": int}
+OF_EACH_CLIENT = {"sizes": int, "client_names": str, "groups": int, "repaired": bool}
 SPLITS_IN_MEMORY = 4096  # of the clients asked for last
 
 
@@ -215,6 +215,28 @@ def build_federation(
             f"({SMALLEST_CLIENT} each), there are {len(samples.y)}",
             "clients",
         )
+    samples, holdings, facts = _dealt(samples, partition, clients, seed)
+    splits: Sequence[ClientSplit] = Splits(holdings.of, holdings.sizes, split, seed)
+    if fresh_test:
+        if isinstance(partition, Given):
+            raise ConfigError(
+                "given clients may differ in more than labels: only they have samples like theirs",
+                "fresh_test",
+            )
+        samples, splits = freshly_tested(samples, splits, fresh_test, fresh_mix, seed)
+    samples, scales = standardised(replace(samples, spare=None), splits)
+    facts |= scales
+    if shift is not None:
+        shifting = Shifting.of(shift, len(splits), _inputs(samples), samples.classes, seed)
+        samples, splits = shifted(samples, splits, holdings, shifting)
+        facts["groups"] = shifting.groups
+    return Federation(samples, splits, facts)
+
+
+def _dealt(
+    samples: Samples, partition: Partition, clients: int, seed: int
+) -> tuple[Samples, Held, dict[str, Any]]:
+    """The samples that some client holds, who holds which, and what a run records of it."""
     random = numpy_stream(seed, "partition")
     facts: dict[str, Any] = {}
     if isinstance(partition, Given):
@@ -226,29 +248,43 @@ def build_federation(
                 "them anew, 'given' leaves each where it is"
             )
         owner = partition.assign(samples.y, samples.classes, clients, random)
-    before, minimum = owner, partition.minimum_size()
-    owner = move_to_minimum(owner, clients, minimum, random)
+    minimum = partition.minimum_size()
+    if partition.leaves_out_small():
+        samples, owner, facts["left_out"] = _without_small(samples, owner, clients, minimum)
+        clients -= facts["left_out"]["clients"]
+    before = Held(owner, clients).sizes
+    owner, dealt = move_to_minimum(owner, clients, minimum, random), owner
     holdings = Held(owner, clients)
     _check_smallest(holdings.sizes, facts.get("client_names"))
-    splits: Sequence[ClientSplit] = Splits(holdings.of, holdings.sizes, split, seed)
-    if fresh_test:
-        if isinstance(partition, Given):
-            raise ConfigError(
-                "given clients may differ in more than labels: only they have samples like theirs",
-                "fresh_test",
-            )
-        samples, splits = freshly_tested(samples, splits, fresh_test, fresh_mix, seed)
-    samples, scales = standardised(replace(samples, spare=None), splits)
-    if shift is not None:
-        shifting = Shifting.of(shift, clients, _inputs(samples), samples.classes, seed)
-        samples, splits = shifted(samples, splits, holdings, shifting)
-        facts["groups"] = shifting.groups
-    facts |= scales | {
+    facts |= {
         "minimum": minimum,
-        "moved_to_minimum": int((owner != before).sum()),
+        "moved_to_minimum": int((owner != dealt).sum()),
         "sizes": holdings.sizes,
     }
-    return Federation(samples, splits, facts)
+    if minimum:
+        facts["repaired"] = before < minimum
+    return samples, holdings, facts
+
+
+def _without_small(
+    samples: Samples, owner: np.ndarray, clients: int, minimum: int
+) -> tuple[Samples, np.ndarray, dict[str, int]]:
+    """Clients with fewer than ``minimum`` samples are left out, and these with them; the others are
+    numbered anew, in their order."""
+    large = np.bincount(owner, minlength=clients) >= minimum
+    if not large.any():
+        raise ConfigError(
+            f"none of {clients} clients has {minimum} samples: must be fewer", "partition.minimum"
+        )
+    kept = np.flatnonzero(large[owner])
+    left_out = {"clients": int((~large).sum()), "samples": len(owner) - len(kept)}
+    if left_out["clients"]:
+        say_once(
+            f"{left_out['clients']} of {clients} clients have fewer than {minimum} samples and are "
+            f"left out, with {left_out['samples']} samples"
+        )
+    number = np.cumsum(large) - 1
+    return taken(samples, kept), number[owner[kept]], left_out
 
 
 def _inputs(samples: Samples) -> Inputs:

@@ -109,8 +109,9 @@ class Result:
         return pd.DataFrame(rows)
 
     def per_client(self) -> pd.DataFrame:
-        """A row per evaluated round, model kind and client, with each metric that was recorded;
-        where there is a shift, with the client's group."""
+        """A row per evaluated round, model kind and client, with each metric that was recorded,
+        with the client's group where there is a shift, and with a minimum whether its samples were
+        moved to it to reach that."""
         import pandas as pd
 
         partition = self.directory.read_json("partition.json")
@@ -217,7 +218,7 @@ def part_size(client: Mapping[str, Any], part: str) -> int:
 
 def kinds_of_clients(partition: Mapping[str, Any]) -> dict[str, list[Any]]:
     """What tells clients apart, beside what they have, as far as a partition records it."""
-    names = {"groups": "group"}
+    names = {"groups": "group", "repaired": "repaired"}
     return {name: partition[key] for key, name in names.items() if key in partition}
 
 
