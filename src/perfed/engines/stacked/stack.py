@@ -410,14 +410,16 @@ class StackedStep:
             network: {name: tensor.detach().requires_grad_() for name, tensor in own.items()}
             for network, own in copies.items()
         }
-        losses = self._losses(models, rounded, inputs, seen)
+        loss = self._losses(models, rounded, inputs, seen).sum()
+        if loss.is_cuda:
+            hopper.weight_gradients_beside(loss)
         places = [
             (network, name, tensor)
             for tensors in (params, rounded)
             for network, own in tensors.items()
             for name, tensor in own.items()
         ]
-        found = torch.autograd.grad(losses.sum(), [t for *_, t in places], allow_unused=True)
+        found = torch.autograd.grad(loss, [t for *_, t in places], allow_unused=True)
         gradients: dict[str, Named] = {network: [] for network in models}
         for (network, name, _), gradient in zip(places, found, strict=True):
             if gradient is not None:
