@@ -1,12 +1,13 @@
-"""Who finds kin, and who is harmed? PerFed-Kin beside the other methods where clients differ in what
-labels or pictures mean, and where they do not.
+"""Who finds kin, and who is harmed? PerFed-Kin beside the other methods where clients differ in
+what labels or pictures mean, and where they do not.
 
     python benchmarks/kin.py tune digits          λ of the methods that have one, by validation data
     python benchmarks/kin.py run digits           results with it, on seeds that tuned nothing
     python benchmarks/kin.py run digits 1/4 …     the first of four shards; the others elsewhere
     python benchmarks/kin.py gather digits        the record, from all that has been run
 
-Of some methods only: methods=local+kin. After some time nothing more is begun: seconds=600.
+Of some methods or settings only: methods=local+kin settings=IID+noise. Nothing more is begun after
+some time: seconds=600.
 
 A family is a set of data and one network for all, or three (``digits-three``). ``cifar`` and
 ``cifar-three`` are for a GPU: add device=cuda. Stopped, it goes on where it was.
@@ -140,6 +141,7 @@ SETTINGS: dict[str, Setting] = {
 }
 WEIGHTS = {"perfed-ckt": (0.1, 0.5, 2.0, 8.0), "ditto": (0.1, 1.0, 10.0)}
 CLUSTERS = (1, 2, 3, 4)
+NARROWED = ("methods", "settings")
 
 
 def experiment(family: str, setting: str, algorithm: Mapping[str, Any], seed: int) -> Experiment:
@@ -234,12 +236,14 @@ def methods(family: str, setting: str, seed: int) -> dict[str, dict[str, Any]]:
     return found
 
 
-def cells(family: str, wanted: Sequence[str] = ()) -> dict[str, Experiment]:
-    """All of them, or those of some methods."""
+def cells(
+    family: str, wanted: Sequence[str] = (), settings: Sequence[str] = ()
+) -> dict[str, Experiment]:
+    """All of them, or those of some methods and settings."""
     return {
         folder_name(setting, method, seed): experiment(family, setting, algorithm, seed)
         for seed in SEEDS
-        for setting in SETTINGS
+        for setting in settings or SETTINGS
         for method, algorithm in methods(family, setting, seed).items()
         if not wanted or method in wanted
     }
@@ -295,12 +299,12 @@ def write(
 def main(action: str, family: str, *rest: str) -> None:
     options = dict(part.split("=", 1) for part in rest if "=" in part)  # device=cuda seconds=300
     shard = next((Shard.parse(part) for part in rest if "/" in part), None)
-    seconds, methods = float(options.pop("seconds", "inf")), options.pop("methods", "")
+    seconds = float(options.pop("seconds", "inf"))
+    chosen_cells = [list(filter(None, options.pop(key, "").split("+"))) for key in NARROWED]
     how = Execution(**options)  # type: ignore[arg-type]
     tuning = "tune" in (action, *rest)  # and: gather digits tune
-    wanted = methods.split("+") if methods else []
     folder: Path = ROOT / "runs" / f"kin-{'tune-' if tuning else ''}{family}"
-    study = Study(folder, trials(family) if tuning else cells(family, wanted))
+    study = Study(folder, trials(family) if tuning else cells(family, *chosen_cells))
     if action != "gather":
         study.run(how, shard=shard, seconds=seconds, side_by_side=how.device == "cuda")
     records = study.records()
