@@ -7,6 +7,7 @@ nested dictionaries whose leaves are tensors, and in which a model's tensors are
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import unquote
@@ -108,6 +109,7 @@ def find_not_finite(
 Tree = dict[str, Any]  # str → Tensor | Weights | Tree
 
 
+@functools.lru_cache(maxsize=4096)  # names of parameters, mostly
 def escaped(name: str) -> str:
     """A name as one level of a path (a network's may be a file's); ``unquote`` is the inverse."""
     return name.replace("%", "%25").replace("/", "%2F")
@@ -136,7 +138,7 @@ def unflatten(flat: Mapping[str, Tensor]) -> Tree:
     """The inverse of :func:`flatten`; a level with ``params`` becomes a :class:`Weights`."""
     nested: Tree = {}
     for path, tensor in flat.items():
-        *levels, leaf = map(unquote, path.split("/"))
+        *levels, leaf = _names(path)
         node = nested
         for level in levels:
             node = node.setdefault(level, {})
@@ -144,6 +146,11 @@ def unflatten(flat: Mapping[str, Tensor]) -> Tree:
     result = _restore(nested)
     assert isinstance(result, dict)
     return result
+
+
+@functools.lru_cache(maxsize=4096)
+def _names(path: str) -> tuple[str, ...]:
+    return tuple(map(unquote, path.split("/")))
 
 
 def _restore(node: Any) -> Any:

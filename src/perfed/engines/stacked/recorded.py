@@ -29,6 +29,7 @@ from perfed.engines.stacked.stack import (
     Samples,
     StackedModule,
     StackedStep,
+    samples_at,
     unstack,
 )
 from perfed.engines.stacked.tape import Taped, TapedSteps
@@ -300,9 +301,9 @@ class TapedForward:
     def _forward(self, where: Tensor, *tensors: Tensor) -> Tensor:
         if self._alone:
             own = {n: t.squeeze(0) for n, t in zip(self._names, tensors, strict=True)}
-            return self._evaluate(own, self._samples[where.squeeze(0)]).unsqueeze(0)
+            return self._evaluate(own, samples_at(self._samples, where[0])).unsqueeze(0)
         named = dict(zip(self._names, tensors, strict=True))
-        rows: Tensor = torch.func.vmap(self._evaluate)(named, self._samples[where])
+        rows: Tensor = torch.func.vmap(self._evaluate)(named, samples_at(self._samples, where))
         return rows
 
 
