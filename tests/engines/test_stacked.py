@@ -273,6 +273,26 @@ def test_a_recording_is_the_same_whatever_the_size_of_the_stack(name: str) -> No
     assert_same(play(recording(experiment), 4), reference, 1e-8)
 
 
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("large", [False, True])
+def test_samples_in_chunks_give_the_same(large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of four samples of a client, enough of them that most come from a tape."""
+    if large:
+        monkeypatch.setattr("perfed.engines.population.LARGE_STEP", 0)
+    experiment = tiny(algorithm="hypcluster", models=["cnn"])
+    numbers = []
+    for chunks in (False, True):
+        with monkeypatch.context() as patch:
+            if chunks:
+                patch.setattr(stacked_engine_module, "SAMPLES_AT_ONCE", 12)
+                patch.setattr(stacked_engine_module, "SAMPLES_ALONE", 4)
+            numbers.append(contents(play(Simulation(experiment, how=STACKED))))
+    whole, in_chunks = numbers
+    assert whole.keys() == in_chunks.keys()
+    for name, tensor in whole.items():
+        torch.testing.assert_close(tensor, in_chunks[name], rtol=1e-10, atol=1e-10)
+
+
 def limit_memory(monkeypatch: pytest.MonkeyPatch, clients: int) -> None:
     """Memory holds so many clients at a time: a stack with more fails as it does on a GPU, where
     it is recorded or in the middle of its training."""

@@ -615,13 +615,15 @@ def stack_trees(trees: Sequence[Any]) -> Any:
     return {name: stack_trees([tree[name] for tree in trees]) for name in trees[0]}
 
 
-def unstack(moving: Moving, lanes: Sequence[int]) -> dict[int, Trained]:
-    """These clients' own tensors: copies, for a view would keep the whole stack in memory."""
+def unstack(moving: Moving, lanes: Sequence[int], copied: bool = True) -> dict[int, Trained]:
+    """These clients' own tensors: copies, unless told otherwise, for a view would keep the whole
+    stack in memory."""
     if not lanes:
         return {}
-    rows = [leaf.detach().unbind() for leaf in tree_flatten(moving)[0]]
-    copies = iter(_copies([row[lane] for lane in lanes for row in rows]))
-    return {lane: Trained(*_of_one(moving, copies)) for lane in lanes}
+    leaves, _ = tree_flatten(moving)
+    tensors = [leaf[lane].detach() for lane in lanes for leaf in leaves]
+    own = iter(_copies(tensors) if copied else tensors)
+    return {lane: Trained(*_of_one(moving, own)) for lane in lanes}
 
 
 def _of_one(stacked: Any, tensors: Iterator[Tensor]) -> Any:
