@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
 from committed import ROOT, machine, result
+from matplotlib.figure import Figure
 
 from perfed.core import layout
 from perfed.core.layout import Table
+from perfed.paper import communication
 from perfed.paper import tables as paper_tables
 from perfed.paper.published import TABLE_1
 from perfed.paper.reproduce import SINGLE
@@ -314,6 +316,32 @@ def claims() -> str:
     ]
     header = ("claim", "paper", "found", "verdict")
     return layout.markdown([Table("", header, rows, names=4)])
+
+
+def table1_figure(settings: str, rounds: int = FEW) -> Figure:
+    chosen = table1_run(settings, rounds)
+    figure = paper_tables.plot(chosen, table1_records(chosen))
+    assert figure is not None
+    return figure
+
+
+def table1_communication(fraction: float = 0.1) -> Figure:
+    """Of every row the longest runs there are."""
+    longest_first = [table1_run("paper", rounds) for rounds in (ALL, FEW)]
+    studies = [(chosen, table1_records(chosen)) for chosen in longest_first]
+    return communication.plot(communication.curves(studies, fraction), TABLE_1, fraction)
+
+
+FIGURES: dict[str, Callable[[], Figure]] = {
+    **{
+        name: lambda name=name: SINGLE[name].plot(result(name))
+        for name in ("figure1", "figure2", "theorem1")
+    },
+    "table1-paper": lambda: table1_figure("paper"),
+    "table1-tuned": lambda: table1_figure("tuned"),
+    "table1-communication": table1_communication,
+}
+"""Those of the page, by the name of their file."""
 
 
 BLOCKS = {

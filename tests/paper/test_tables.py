@@ -143,6 +143,8 @@ def test_the_whole_table_by_its_command(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     for ending in ("json", "md", "tex", "png", "pdf"):
         assert (tmp_path / f"table2-paper.{ending}").stat().st_size > 500
+    for ending in ("png", "pdf"):
+        assert (tmp_path / f"table2-paper-communication-C0.333.{ending}").stat().st_size > 500
     records = json.loads((tmp_path / "table2-paper.json").read_text())
     assert len(records) == 8
     assert "PerFed-CKT (c=4)" in done.output

@@ -188,7 +188,11 @@ class Finding:
         return statistics.mean(changes)
 
     def cost(self) -> float:
-        """In the paper's counting, of as many rounds as its cost column has, at this run's mean;
+        """As the paper's cost column: of as many rounds as that has."""
+        return self.cost_of(COST_ROUNDS)
+
+    def cost_of(self, rounds: int) -> float:
+        """Parameters that cross in so many rounds like the mean of these, in the paper's counting;
         what crosses once, before the first, it does not count."""
         names = ("up_parameters", "down_parameters")
         per_round: list[float] = []
@@ -196,7 +200,7 @@ class Finding:
             total, before = record["summary"]["traffic"], record["opening"]
             crossed = sum(total[name] - before.get(name, 0) for name in names)
             per_round.append(crossed / record["summary"]["rounds"])
-        return COST_ROUNDS * statistics.mean(per_round)
+        return rounds * statistics.mean(per_round)
 
 
 def findings(chosen: TableRun, records: Mapping[str, Record]) -> list[Finding]:
