@@ -1,5 +1,6 @@
 """Tables 1 and 2: what is printed, what is run, what is shown."""
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from perfed.cli import app, paper
+from perfed.core.layout import Table
+from perfed.data import build_federation
 from perfed.paper.published import GRID, TABLE_1, TABLE_2
 from perfed.paper.reproduce import SINGLE
 from perfed.paper.tables import (
@@ -135,6 +138,56 @@ def test_gains_are_counted_client_by_client() -> None:
     assert shown["cost"] == "10"  # 5 million in 10 rounds, over 200 rounds
     assert ["FedFomo", "not run"] in [list(row) for row in left_out.rows]
     assert len(plot(chosen, records).axes) == 1
+
+
+def test_natural_and_repaired_clients_have_columns_of_their_own() -> None:
+    chosen = TableRun(fractions=(0.1,), seeds=(0, 1))
+    records = {
+        "paper-C0.1-local-seed0": fake(0, [0.5, 0.5, 0.5, 0.5]),
+        "paper-C0.1-local-seed1": fake(1, [0.4, 0.4, 0.4, 0.4]),
+        "paper-C0.1-perfed-ckt-1-seed0": fake(0, [0.7, 0.5, 0.4, 0.4]),
+        "paper-C0.1-perfed-ckt-1-seed1": fake(1, [0.4, 0.6, 0.4, 0.4]),
+    }
+    without, gains_without, _ = tables(chosen, records)
+    assert cell(without, "c=1", "natural") == cell(gains_without, "c=1", "repaired") == "–"
+    repaired = {0: [True, True, False, False], 1: [False, True, False, False]}
+    for record in records.values():
+        record["clients"]["repaired"] = repaired[record["config"]["seed"]]
+    accuracy, gains, _ = tables(chosen, records)
+    assert cell(accuracy, "c=1", "natural") == "40.0 ± 0.0"
+    assert cell(accuracy, "c=1", "repaired") == "60.0 ± 0.0"
+    assert cell(accuracy, "local", "repaired") == "45.0 ± 7.1"
+    assert cell(gains, "c=1", "natural") == f"{(-10 - 10 + 0 + 0 + 0) / 5:+.1f}"
+    assert cell(gains, "c=1", "repaired") == f"{(20 + 0 + 20) / 3:+.1f}"
+
+
+def cell(table: Table, row: str, column: str) -> str:
+    (found,) = [cells for cells in table.rows if row in cells[0]]
+    return found[list(table.header).index(column)]
+
+
+def test_the_committed_list_of_repaired_clients_is_the_partitions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its samples are not here, but figure 2 has the labels of seed 0 and sums of other seeds."""
+    known = json.loads((RESULTS / "repaired.json").read_text())
+    figure2 = json.loads((RESULTS / "figure2.json").read_text())
+    sizes = [sum(labels) for labels in figure2["example"]["labels"]]
+    assert all(sizes[client] == 20 for client in known["clients"]["0"])
+    for seed, clients in known["clients"].items():
+        at_the_minimum, moved = figure2["at_the_minimum"][int(seed)], figure2["moved"][int(seed)]
+        assert len(clients) <= at_the_minimum  # some were drawn just 20, or gave until 20 were left
+        assert 20 * len(clients) >= moved
+    monkeypatch.syspath_prepend(str(RESULTS.parent))
+    repaired_clients = importlib.import_module("repaired").repaired_clients
+    experiment = table_run(1, quick=True).experiment({"name": "local"}, 1 / 3, 0)
+    facts = build_federation(
+        experiment.data, experiment.partition, experiment.split, experiment.clients, 0
+    ).partition_facts
+    found = repaired_clients(experiment)
+    assert found
+    assert {int(facts["sizes"][client]) for client in found} == {facts["minimum"]}
+    assert len(found) <= facts["moved_to_minimum"] <= facts["minimum"] * len(found)
 
 
 def test_the_whole_table_by_its_command(tmp_path: Path) -> None:

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from perfed.config import Comparison, Experiment, apply_override, parse, read_mapping
 from perfed.core.errors import ConfigError
@@ -177,6 +177,19 @@ class Finding:
     def values(self, when: str, quantity: str = "test_accuracy") -> list[float]:
         return [r["summary"]["models"][self.row.kind][when][quantity] for r in self.records]
 
+    def of_clients(self, repaired: bool) -> list[float] | None:
+        """Of each seed, the mean accuracy in the last round of natural or of repaired clients;
+        nothing where a record does not tell them apart, or a seed has none."""
+        means = []
+        for record in self.records:
+            accuracy = record["clients"]["test_accuracy"][self.row.kind]
+            kinds = record["clients"].get("repaired", ())
+            if repaired not in kinds:
+                return None
+            pairs = zip(accuracy, kinds, strict=True)
+            means.append(statistics.mean(value for value, kind in pairs if kind == repaired))
+        return means
+
     def of_late(self) -> float:
         """What the last fifth of the rounds added to the accuracy."""
         changes = []
@@ -243,6 +256,8 @@ def _has_run(chosen: TableRun, row: Row, records: Mapping[str, Record]) -> bool:
 _SELECTED = {"uniform": "uniformly", "by-size": "by their size"}
 ACCURACY_NOTE = (
     "Test accuracy in %, mean over all clients, ± standard deviation over seeds. "
+    "natural, repaired: last, of the clients that the partition drew at least the minimum of "
+    "samples for, and of those that were brought up to it with samples of the largest clients. "
     "of late: what the last fifth of the rounds added. "
     "chosen: in the round that was best on validation data. "
     "best*: in the best test round, which is what the paper reports; it is chosen by test data, so "
@@ -253,7 +268,7 @@ ACCURACY_NOTE = (
 
 def _accuracy_table(chosen: TableRun, fraction: float, here: Sequence[Finding]) -> Table:
     header = (
-        *("", "seeds", "last", "of late", "chosen", "best*"),
+        *("", "seeds", "last", "natural", "repaired", "of late", "chosen", "best*"),
         *("paper", "difference", "cost", "paper's cost"),
     )
     rows = []
@@ -269,6 +284,7 @@ def _accuracy_table(chosen: TableRun, fraction: float, here: Sequence[Finding]) 
                 finding.row.label,
                 str(len(finding.records)),
                 spread(finding.values("last")),
+                *(_spread_or_dash(finding.of_clients(repaired)) for repaired in (False, True)),
                 f"{100 * finding.of_late():+.1f}",
                 spread(finding.values("chosen")),
                 spread(best),
@@ -288,9 +304,14 @@ def _accuracy_table(chosen: TableRun, fraction: float, here: Sequence[Finding]) 
     return Table(title, header, rows, ACCURACY_NOTE)
 
 
+def _spread_or_dash(values: list[float] | None) -> str:
+    return "–" if values is None else spread(values)
+
+
 GAINS_NOTE = (
     "Points of test accuracy above local training, client by client in the same seed. Groups by "
-    "training samples (n) and by how many labels are among them. harmed: share of clients more "
+    "how a client came by its samples (natural, repaired), by training samples (n) and by how many "
+    "labels are among them. harmed: share of clients more "
     f"than {HARM:g} points below their own local model."
 )
 
@@ -306,46 +327,71 @@ def _gains_table(fraction: float, here: Sequence[Finding]) -> Table:
         gains = _client_gains(finding, local)
         if not gains:  # no seed in common: a shard
             continue
-        cells = [f"{statistics.mean(g for g, _, _ in gains):+.1f}"]
+        cells = [f"{statistics.mean(client.gain for client in gains):+.1f}"]
         for inside in groups.values():
-            members = [g for g, size, labels in gains if inside(size, labels)]
+            members = [client.gain for client in gains if inside(client)]
             cells.append(f"{statistics.mean(members):+.1f}" if members else "–")
-        harmed = statistics.mean(g < -HARM for g, _, _ in gains)
+        harmed = statistics.mean(client.gain < -HARM for client in gains)
         rows.append([finding.row.label, *cells, f"{100 * harmed:.0f}"])
     return Table(f"Against local training, C={fraction:.2g}", header, rows, GAINS_NOTE)
 
 
-def _groups(records: Iterable[Record]) -> dict[str, Any]:
+class _Gain(NamedTuple):
+    """Of one client."""
+
+    gain: float
+    """In points above its own local model."""
+    size: int
+    labels: int
+    repaired: bool | None
+    """None where the record does not say."""
+
+
+def _groups(records: Iterable[Record]) -> dict[str, Callable[[_Gain], bool]]:
     sizes = [size for record in records for size in record["clients"]["train_size"]]
     by_size: dict[str, Any] = {
-        f"n {size_group_name(low, high)}": lambda size, _, low=low, high=high: (
-            low <= size <= (high or size)
+        f"n {size_group_name(low, high)}": lambda client, low=low, high=high: (
+            low <= client.size <= (high or client.size)
         )
         for low, high in SIZE_GROUPS
         if any(low <= size <= (high or size) for size in sizes)
     }
-    return by_size | {
-        "1 label": lambda _, labels: labels == 1,
-        "2-3 labels": lambda _, labels: 2 <= labels <= 3,
-        "4+ labels": lambda _, labels: labels >= 4,
+    return {
+        "natural": lambda client: client.repaired is False,
+        "repaired": lambda client: client.repaired is True,
+        **by_size,
+        "1 label": lambda client: client.labels == 1,
+        "2-3 labels": lambda client: 2 <= client.labels <= 3,
+        "4+ labels": lambda client: client.labels >= 4,
     }
 
 
-def _client_gains(finding: Finding, local: Finding) -> list[tuple[float, int, int]]:
+def _client_gains(finding: Finding, local: Finding) -> list[_Gain]:
     """Those of all seeds that both have."""
     theirs = {record["config"]["seed"]: record for record in local.records}
     return [
-        gain
+        _Gain(*gain, repaired)
         for record in finding.records
         if (other := theirs.get(record["config"]["seed"])) is not None
-        for gain in client_gains(record, other, finding.row.kind)
+        for gain, repaired in zip(
+            client_gains(record, other, finding.row.kind),
+            record["clients"].get("repaired", [None] * len(record["clients"]["train_size"])),
+            strict=True,
+        )
     ]
 
 
 def gain_of_small_clients(finding: Finding, local: Finding) -> float:
     """Mean points above local training, of clients in the smallest group."""
     most = SIZE_GROUPS[0][1] or 0
-    return statistics.mean(g for g, size, _ in _client_gains(finding, local) if size <= most)
+    gains = _client_gains(finding, local)
+    return statistics.mean(client.gain for client in gains if client.size <= most)
+
+
+def gain_of_clients(finding: Finding, local: Finding, repaired: bool) -> float:
+    """Mean points above local training, of natural or of repaired clients."""
+    gains = _client_gains(finding, local)
+    return statistics.mean(client.gain for client in gains if client.repaired is repaired)
 
 
 def plot(chosen: TableRun, records: Mapping[str, Record]) -> Figure | None:
