@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
+import numpy as np
 from committed import RESULTS, machine, result
 from matplotlib.figure import Figure
 
 from perfed.core import layout
 from perfed.core.layout import Table
+from perfed.core.selection import counted, select_clients
 from perfed.data import partitions
 from perfed.paper import communication
 from perfed.paper import tables as paper_tables
@@ -73,6 +75,38 @@ def seconds_taken(records: Iterable[Record]) -> float:
         taken += max(0.0, start + seconds - max(start, until))
         until = max(until, start + seconds)
     return taken
+
+
+LARGEST = 10
+
+
+def size_in_the_mean() -> str:
+    """What the largest clients have, and count in a mean: by the draws of 500 rounds, untrained."""
+    ways = {
+        "selected uniformly, averaged by samples": (False, False),
+        "selected by size, averaged plainly": (True, True),
+        "selected by size, averaged by samples: size counts twice": (True, False),
+    }
+    all_sizes = [
+        np.array(record["clients"]["train_size"])
+        for record in table1_rows("paper", ALL)["local training"].records
+    ]
+    rows = [["of the training samples", spread([_share_of_largest(s, s) for s in all_sizes])]]
+    for name, (by_size, once) in ways.items():
+        shares = []
+        for seed, sizes in enumerate(all_sizes):
+            mean = np.zeros(len(sizes))
+            for round in range(ALL):
+                drawn = select_clients(sizes, 10, by_size, seed, round)
+                counts = [counted(int(sizes[k]), once, 10, len(sizes)) for k in drawn]
+                mean[drawn] += np.array(counts) / sum(counts)
+            shares.append(_share_of_largest(mean, sizes))
+        rows.append([f"of the mean, {name}", spread(shares)])
+    return layout.markdown([Table("", ("", f"share of the {LARGEST} largest (%)"), rows)])
+
+
+def _share_of_largest(amounts: np.ndarray, sizes: np.ndarray) -> float:
+    return float(amounts[np.argsort(-sizes)[:LARGEST]].sum() / amounts.sum())
 
 
 def table1_by_round(settings: str = "paper", rounds: int = ALL) -> str:
@@ -377,6 +411,7 @@ FIGURES: dict[str, Callable[[], Figure]] = {
 
 
 BLOCKS = {
+    "size-in-the-mean": size_in_the_mean,
     **{name: lambda name=name: single(name) for name in SINGLE},
     "claims": claims,
     "table1-paper": lambda: table1("paper"),

@@ -206,6 +206,9 @@ class Reply:
 
     client: ClientInfo
     message: Message
+    weight: float
+    """How much it counts in a mean over clients, by ``averaging`` of the experiment. The number of
+    samples alone would let size count twice where clients are selected by it."""
 
 
 @dataclass(frozen=True)

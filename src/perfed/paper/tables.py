@@ -122,6 +122,7 @@ class TableRun:
             "evaluate_every": max(1, min(10, self.rounds // 10)),
             "clients_per_round": round(fraction * clients),
             "selection": self.selection,
+            "averaging": "size-once",
             "algorithm": dict(spec),
         }
         if self.table == 2:
@@ -253,7 +254,10 @@ def _has_run(chosen: TableRun, row: Row, records: Mapping[str, Record]) -> bool:
     )
 
 
-_SELECTED = {"uniform": "uniformly", "by-size": "by their size"}
+_SELECTED = {
+    "uniform": "selected uniformly and averaged by size",
+    "by-size": "selected by size and averaged plainly",
+}
 ACCURACY_NOTE = (
     "Test accuracy in %, mean over all clients, ± standard deviation over seeds. "
     "natural, repaired: last, of the clients that the partition drew at least the minimum of "
@@ -298,7 +302,7 @@ def _accuracy_table(chosen: TableRun, fraction: float, here: Sequence[Finding]) 
     what = "handwritten digits in the place of CIFAR-10, " if chosen.quick else ""
     title = (
         f"Table {chosen.table}, C={fraction:.2g}, {chosen.settings} settings: {what}"
-        f"{config['clients']} clients selected {_SELECTED[chosen.selection]}, "
+        f"{config['clients']} clients {_SELECTED[chosen.selection]}, "
         f"{chosen.rounds} rounds"
     )
     return Table(title, header, rows, ACCURACY_NOTE)
