@@ -177,6 +177,12 @@ class Experiment(Options):
     def to_mapping(self) -> dict[str, Any]:
         return to_mapping(self)
 
+    @property
+    def validation_is_used(self) -> bool:
+        """Whether the algorithm has seen the samples of which validation accuracy is told, so that
+        a choice by it is no held-out evidence."""
+        return self.algorithm.uses_validation and not self.split.second_validation
+
 
 def _check_homes(data: Dataset) -> None:
     """Data is read later; ``~nobody/x`` can be told now."""

@@ -166,6 +166,27 @@ def cell(table: Table, row: str, column: str) -> str:
     return found[list(table.header).index(column)]
 
 
+def test_methods_that_use_validation_samples_have_a_chosen_round_only_with_a_second_half() -> None:
+    once, twice = (
+        TableRun(fractions=(0.1,), seeds=(0,), second_validation=second) for second in (False, True)
+    )
+    assert (once.title, twice.title) == ("table1-paper", "table1-paper-second-validation")
+    same = {"name": "ditto"}
+    assert once.name(same, 0.1, 0) == twice.name(same, 0.1, 0)
+    assert once.experiment(same, 0.1, 0) == twice.experiment(same, 0.1, 0)
+    fedfomo = next(row.algorithm for row in TABLE_1 if row.label == "FedFomo")
+    assert once.name(fedfomo, 0.1, 0) == "paper-C0.1-fedfomo-seed0"
+    assert twice.name(fedfomo, 0.1, 0) == "paper-C0.1-fedfomo-second-validation-seed0"
+    assert not once.experiment(fedfomo, 0.1, 0).split.second_validation
+    assert twice.experiment(fedfomo, 0.1, 0).split.second_validation
+    record = fake(0, [0.5, 0.5, 0.5, 0.5])
+    accuracy, *_ = tables(once, {once.name(fedfomo, 0.1, 0): record})
+    assert cell(accuracy, "FedFomo", "chosen") == "–"
+    record["config"]["split"] = {"second_validation": True}
+    accuracy, *_ = tables(twice, {twice.name(fedfomo, 0.1, 0): record})
+    assert cell(accuracy, "FedFomo", "chosen") == "50.0"
+
+
 def test_the_committed_list_of_repaired_clients_is_the_partitions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

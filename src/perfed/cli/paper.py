@@ -84,6 +84,14 @@ def reproduce(
         typer.Option(metavar="C,…", help="Tables: shares of clients per round; default: 0.1,0.15."),
     ] = None,
     seeds: Annotated[str | None, typer.Option(help="Tables: seeds; default: 0-2.")] = None,
+    second_validation: Annotated[
+        bool,
+        typer.Option(
+            "--second-validation",
+            help="Tables: keep half of the validation samples from methods that use them, so that "
+            "'chosen' is held-out evidence.",
+        ),
+    ] = False,
     methods: Annotated[
         str | None,
         typer.Option(metavar="NAME,…", help="Tables: run only these: local,perfed-ckt-3,…"),
@@ -118,6 +126,7 @@ def reproduce(
             selection,
             None if fractions is None else parse_numbers(fractions, "--fractions"),
             None if seeds is None else parse_seeds(seeds),
+            second_validation,
         )
 
     few = methods.split(",") if methods else ()

@@ -253,6 +253,10 @@ class Algorithm(Component):
     needs_plain_sgd: ClassVar[bool] = False
     """Whether its arithmetic holds for plain SGD only: no momentum, no weight decay, no Adam."""
 
+    uses_validation: ClassVar[bool] = False
+    """Whether it looks at clients' validation samples. Their accuracy then is no held-out evidence,
+    unless half of them are kept from it: ``split.second_validation``."""
+
     learns_from_others: ClassVar[bool] = True
     """Whether anything a client gets from the server changes what it learns."""
     reference: ClassVar[bool] = False

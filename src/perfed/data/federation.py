@@ -46,6 +46,12 @@ class Split(Options):
         0.5, "share of samples for the reported results, used for nothing else", gt=0, lt=1
     )
 
+    second_validation: bool = option(
+        False,
+        "keep half of each client's validation samples from the algorithm, and choose rounds and "
+        "settings by these alone; for algorithms that use validation samples themselves",
+    )
+
     def validate(self) -> None:
         if not self.train:
             raise ConfigError("at least one share is needed", "train")
@@ -124,15 +130,42 @@ class Federation:
     distant: ClientData | None = None
     """Where clients' samples are, if they are not in ``samples``; splits then are positions in a
     client's own."""
+    second_validation: bool = False
+    """Whether algorithms see only one half of a client's validation samples, and are evaluated on
+    the other."""
 
     @property
     def clients(self) -> int:
         return len(self.splits)
 
+    def seen(self, client: int, part: str) -> np.ndarray:
+        """The samples of a part that an algorithm may look at."""
+        return self._halves(client, part)[0]
+
+    def evaluated(self, client: int, part: str) -> np.ndarray:
+        """The samples of a part that a client's models are evaluated on."""
+        return self._halves(client, part)[1]
+
+    def _halves(self, client: int, part: str) -> tuple[np.ndarray, np.ndarray]:
+        whole: np.ndarray = getattr(self.splits[client], part)
+        if part != "validation" or not self.second_validation:
+            return whole, whole
+        kept_from_it = len(whole) // 2  # they are in random order
+        return whole[kept_from_it:], whole[:kept_from_it]
+
     @property
     def inputs(self) -> Inputs:
         """What one sample is."""
         return Inputs(tuple(self.samples.x.shape[1:]), self.samples.tokens)
+
+    def check_validation(self) -> None:
+        """Raise where a client's validation samples are to be halved and it has only one."""
+        if self.second_validation and (few := np.flatnonzero(self._part_sizes[:, 1] < 2)).size:
+            raise ConfigError(
+                f"client {few[0]} has one validation sample, and two are needed: a larger "
+                "split.validation or partition.minimum, or false",
+                "split.second_validation",
+            )
 
     @cached_property
     def _part_sizes(self) -> np.ndarray:
@@ -234,7 +267,9 @@ def build_federation(
         "moved_to_minimum": int((owner != before).sum()),
         "sizes": holdings.sizes,
     }
-    return Federation(samples, splits, facts)
+    federation = Federation(samples, splits, facts, second_validation=split.second_validation)
+    federation.check_validation()
+    return federation
 
 
 def _recognised(samples: Samples) -> Samples:
@@ -272,7 +307,9 @@ def _distant_federation(
     _check_smallest(distant.sizes, None)
     splits = Splits(distant.positions, distant.sizes, split, seed)
     facts = {"minimum": 0, "moved_to_minimum": 0, "sizes": distant.sizes}
-    return Federation(distant.samples, splits, facts, distant)
+    federation = Federation(distant.samples, splits, facts, distant, split.second_validation)
+    federation.check_validation()
+    return federation
 
 
 def freshly_tested(

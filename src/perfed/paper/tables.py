@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from perfed.config import Comparison, Experiment, apply_override, parse, read_mapping
+from perfed.core.algorithm import algorithms
 from perfed.core.errors import ConfigError
 from perfed.core.layout import Table
 from perfed.core.metrics import SIZE_GROUPS, size_group_name
@@ -68,6 +69,8 @@ class TableRun:
     seeds: tuple[int, ...] = (0, 1, 2)
     rounds: int = 500
     selection: Literal["uniform", "by-size"] = "uniform"
+    second_validation: bool = False
+    """Whether half of the validation samples are kept from methods that use them themselves."""
     quick: bool = False
 
     @property
@@ -78,6 +81,7 @@ class TableRun:
     def title(self) -> str:
         """What its files are called."""
         ending = "" if self.selection == "uniform" else f"-{self.selection}"
+        ending += "-second-validation" if self.second_validation else ""
         return f"table{self.table}-{self.settings}{ending}"
 
     def published_fraction(self, fraction: float) -> float:
@@ -108,7 +112,12 @@ class TableRun:
 
     def name(self, spec: Mapping[str, Any], fraction: float, seed: int) -> str:
         how = self.settings if self.selection == "uniform" else f"{self.settings}-{self.selection}"
-        return f"{how}-C{fraction:.3g}-{method_name(spec)}-seed{seed}"
+        method = method_name(spec) + ("-second-validation" if self._holds_out_of(spec) else "")
+        return f"{how}-C{fraction:.3g}-{method}-seed{seed}"
+
+    def _holds_out_of(self, spec: Mapping[str, Any]) -> bool:
+        """The runs of all other methods are the same with and without."""
+        return self.second_validation and algorithms[spec["name"]].uses_validation
 
     def experiment(self, spec: Mapping[str, Any], fraction: float, seed: int) -> Experiment:
         values = read_mapping("digits-dirichlet" if self.quick else "paper-cifar10")
@@ -129,6 +138,8 @@ class TableRun:
             values["models"] = {"architectures": HETEROGENEOUS["quick" if self.quick else "full"]}
         elif self.quick:
             values["models"] = ["mlp"]
+        if self._holds_out_of(spec):
+            values["split"] = {**values.get("split", {}), "second_validation": True}
         if spec["name"] == "perfed-ckt":
             values["algorithm"]["weight"] = 1.0 if self.quick else WEIGHT
         if spec["name"] == "local":
@@ -177,6 +188,14 @@ class Finding:
 
     def values(self, when: str, quantity: str = "test_accuracy") -> list[float]:
         return [r["summary"]["models"][self.row.kind][when][quantity] for r in self.records]
+
+    def chosen(self) -> list[float] | None:
+        """Nothing where the method has seen the samples that its round is chosen by."""
+        if algorithms[self.row.algorithm["name"]].uses_validation and not all(
+            record["config"].get("split", {}).get("second_validation") for record in self.records
+        ):
+            return None
+        return self.values("chosen")
 
     def of_clients(self, repaired: bool) -> list[float] | None:
         """Of each seed, the mean accuracy in the last round of natural or of repaired clients;
@@ -263,7 +282,7 @@ ACCURACY_NOTE = (
     "natural, repaired: last, of the clients that the partition drew at least the minimum of "
     "samples for, and of those that were brought up to it with samples of the largest clients. "
     "of late: what the last fifth of the rounds added. "
-    "chosen: in the round that was best on validation data. "
+    "chosen: in the round that was best on validation data; – where the method has used these. "
     "best*: in the best test round, which is what the paper reports; it is chosen by test data, so "
     "it flatters. difference: best* − paper. "
     f"cost: 10⁷ parameters for {COST_ROUNDS} rounds like the mean of these, as the paper counts."
@@ -290,7 +309,7 @@ def _accuracy_table(chosen: TableRun, fraction: float, here: Sequence[Finding]) 
                 spread(finding.values("last")),
                 *(_spread_or_dash(finding.of_clients(repaired)) for repaired in (False, True)),
                 f"{100 * finding.of_late():+.1f}",
-                spread(finding.values("chosen")),
+                _spread_or_dash(finding.chosen()),
                 spread(best),
                 "–" if paper is None else f"{paper[0]:.1f} ± {paper[1]:.1f}",
                 "–" if paper is None else f"{100 * statistics.mean(best) - paper[0]:+.1f}",
@@ -446,6 +465,7 @@ def with_options(
     selection: str | None = None,
     fractions: Sequence[float] | None = None,
     seeds: Sequence[int] | None = None,
+    second_validation: bool = False,
 ) -> TableRun:
     """``chosen`` with what a user asked for instead."""
     if settings is not None and settings not in ("paper", "tuned"):
@@ -458,5 +478,6 @@ def with_options(
         "rounds": rounds,
         "fractions": None if fractions is None else tuple(fractions),
         "seeds": None if seeds is None else tuple(seeds),
+        "second_validation": second_validation or None,
     }
     return replace(chosen, **{key: value for key, value in changes.items() if value is not None})
