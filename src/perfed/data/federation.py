@@ -134,6 +134,15 @@ class Federation:
     """Whether algorithms see only one half of a client's validation samples, and are evaluated on
     the other."""
 
+    def __post_init__(self) -> None:
+        """One sample has no halves. (At a site, all clients but its own have none.)"""
+        if self.second_validation and (few := np.flatnonzero(self._part_sizes[:, 1] == 1)).size:
+            raise ConfigError(
+                f"client {few[0]} has one validation sample, and two are needed: a larger "
+                "split.validation or partition.minimum, or false",
+                "split.second_validation",
+            )
+
     @property
     def clients(self) -> int:
         return len(self.splits)
@@ -157,15 +166,6 @@ class Federation:
     def inputs(self) -> Inputs:
         """What one sample is."""
         return Inputs(tuple(self.samples.x.shape[1:]), self.samples.tokens)
-
-    def check_validation(self) -> None:
-        """Raise where a client's validation samples are to be halved and it has only one."""
-        if self.second_validation and (few := np.flatnonzero(self._part_sizes[:, 1] < 2)).size:
-            raise ConfigError(
-                f"client {few[0]} has one validation sample, and two are needed: a larger "
-                "split.validation or partition.minimum, or false",
-                "split.second_validation",
-            )
 
     @cached_property
     def _part_sizes(self) -> np.ndarray:
@@ -267,9 +267,7 @@ def build_federation(
         "moved_to_minimum": int((owner != before).sum()),
         "sizes": holdings.sizes,
     }
-    federation = Federation(samples, splits, facts, second_validation=split.second_validation)
-    federation.check_validation()
-    return federation
+    return Federation(samples, splits, facts, second_validation=split.second_validation)
 
 
 def _recognised(samples: Samples) -> Samples:
@@ -307,9 +305,7 @@ def _distant_federation(
     _check_smallest(distant.sizes, None)
     splits = Splits(distant.positions, distant.sizes, split, seed)
     facts = {"minimum": 0, "moved_to_minimum": 0, "sizes": distant.sizes}
-    federation = Federation(distant.samples, splits, facts, distant, split.second_validation)
-    federation.check_validation()
-    return federation
+    return Federation(distant.samples, splits, facts, distant, split.second_validation)
 
 
 def freshly_tested(

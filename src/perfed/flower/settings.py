@@ -199,12 +199,6 @@ class SiteOptions(Options):
                 f"{len(self.data.class_names)} names of {self.classes} classes", "data.class_names"
             )
         (x, tokens), y, own = self.data.load(self.client, self.split, self.vocabulary)
-        if self.split.second_validation and len(own.validation) < 2:
-            raise ConfigError(
-                "there is one validation sample, and two are needed: a larger split.validation, or "
-                "false",
-                "split.second_validation",
-            )
         if y.max() >= self.classes:
             raise ConfigError(
                 f"label {y.max()} in the data: with {self.classes} classes "
