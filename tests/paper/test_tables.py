@@ -78,6 +78,7 @@ def test_the_papers_settings() -> None:
     local = whole.experiment({"name": "local"}, 0.1, 0)
     assert local.rounds == 50  # everyone trains, as often as a client is drawn in 500 rounds
     assert experiment.partition.label() == "dirichlet"
+    assert whole.experiment({"name": "feddf"}, 0.1, 0).algorithm.steps == 400
 
 
 def test_the_tuned_settings_are_what_tuning_found() -> None:

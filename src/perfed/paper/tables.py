@@ -24,7 +24,7 @@ from perfed.core.errors import ConfigError
 from perfed.core.layout import Table
 from perfed.core.metrics import SIZE_GROUPS, size_group_name
 from perfed.paper.costs import three_digits
-from perfed.paper.published import FRACTIONS, TABLE_1, TABLE_2, WEIGHT, Row
+from perfed.paper.published import DISTILLATION_STEPS, FRACTIONS, TABLE_1, TABLE_2, WEIGHT, Row
 from perfed.runs.study import Record, Study, client_gains
 from perfed.runs.tables import HARM, spread
 
@@ -142,6 +142,8 @@ class TableRun:
             values["split"] = {**values.get("split", {}), "second_validation": True}
         if spec["name"] == "perfed-ckt":
             values["algorithm"]["weight"] = 1.0 if self.quick else WEIGHT
+        if spec["name"] == "feddf" and not self.quick:
+            values["algorithm"]["steps"] = DISTILLATION_STEPS
         if spec["name"] == "local":
             # Every client trains, whatever C is, as in the paper: as often as it would be selected.
             values["rounds"] = max(1, round(self.rounds * fraction))
