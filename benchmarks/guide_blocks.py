@@ -131,5 +131,6 @@ BLOCKS = {
     "options-networks": lambda: components(perfed.architectures),
     "options-datasets": lambda: components(perfed.datasets),
     "options-partitions": lambda: components(perfed.partitions),
+    "options-shifts": lambda: components(perfed.shifts),
     "options-presets": presets,
 }

@@ -125,6 +125,7 @@ def engines(name: str) -> str:
     return "\n".join(["```", render_bench(record), "```", *notes])
 
 
+BETWEEN = "between kernels (below zero: kernels ran side by side)"
 KERNELS = {
     "convolution, forward and input gradient": ("_conv_kernel", "_small_forward"),
     "convolution, weight gradient": ("_conv_weight", "_small_weight"),
@@ -149,7 +150,7 @@ def profile() -> str:
     lines = ["| | ms | kernels |", "|---|---|---|"]
     lines += [f"| {kind} | {time / 1e3:.2f} | {calls} |" for kind, (time, calls) in sums.items()]
     busy = sum(time for time, _ in sums.values()) / 1e3
-    lines.append(f"| between kernels | {record['step_ms'] - busy:.2f} | |")
+    lines.append(f"| {BETWEEN} | {record['step_ms'] - busy:.2f} | |")
     lines.append(f"| **a step** | **{record['step_ms']:.2f}** | |")
     bench = result("bench_h200")
     step = next(row for row in bench["rows"] if row["precision"] == "bf16")
@@ -190,14 +191,14 @@ def profile_networks() -> str:
                 kind for kind, parts in PARTS.items() if any(n in row["kernel"] for n in parts)
             )
             times[next(kinds, rest)] += row["microseconds"] / 1e3
-        times["between kernels"] = record["networks"][name]["step_ms"] - sum(times.values())
+        times[BETWEEN] = record["networks"][name]["step_ms"] - sum(times.values())
         columns.append(times)
     lines = [
         "| ms of a step | " + " | ".join(titles.get(name, name) for name in names) + " |",
         "|---|" + "---|" * len(names),
     ]
     for kind in columns[0]:
-        cells = [f"{times[kind]:.2f}" if times[kind] >= 0.005 else "" for times in columns]
+        cells = [f"{times[kind]:.2f}" if abs(times[kind]) >= 0.005 else "" for times in columns]
         lines.append(f"| {kind} | {' | '.join(cells)} |")
     wholes = [f"**{record['networks'][name]['step_ms']:.2f}**" for name in names]
     lines.append(f"| **a step** | {' | '.join(wholes)} |")

@@ -20,6 +20,7 @@ REGISTRIES = {
     "algorithm": perfed.algorithms,
     "data": perfed.datasets,
     "partition": perfed.partitions,
+    "shift": perfed.shifts,
     "models.architectures": perfed.architectures,
 }
 OPTIONS = [

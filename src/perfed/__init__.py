@@ -19,7 +19,7 @@ from perfed.core.optimizer import Optimizer, optimizers
 from perfed.core.schedule import Schedule, schedules
 from perfed.core.tree import Weights
 from perfed.core.wire import Stage, stages
-from perfed.data import Split, datasets, partitions
+from perfed.data import Split, datasets, partitions, shifts
 from perfed.engines import Execution
 from perfed.models import Models, architectures
 from perfed.report import DRAWING as _DRAWING
@@ -71,5 +71,6 @@ __all__ = [
     "resume",
     "run",
     "schedules",
+    "shifts",
     "stages",
 ]

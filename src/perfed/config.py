@@ -18,7 +18,7 @@ from perfed.core.paths import expanded
 from perfed.core.schedule import Schedule
 from perfed.core.schema import Options, from_mapping, option, to_mapping
 from perfed.core.wire import Stage
-from perfed.data import Dataset, Partition, Split
+from perfed.data import Dataset, Federation, Partition, Shift, Split, build_federation
 from perfed.models import Models
 
 DEFAULT_PRESET = "digits-groups"
@@ -121,6 +121,11 @@ class Experiment(Options):
     )
     data: Dataset = option("digits", "the dataset")
     partition: Partition = option("groups", "how the samples are divided among the clients")
+    shift: Shift | None = option(
+        None,
+        "what sets groups of clients apart beside their mix of labels, such as labels that mean "
+        "something else",
+    )
     split: Split = option(
         Split(), "how a client splits its samples into train, validation and test"
     )
@@ -163,6 +168,8 @@ class Experiment(Options):
                 f"{self.clients}",
                 "evaluate_clients",
             )
+        if self.shift is not None:
+            self.shift.sizes(self.clients)  # every group has clients
         if self.algorithm.needs_plain_sgd and not self.training.optimizer.is_plain():
             raise ConfigError(
                 f"'{self.algorithm.registered_name}' needs plain SGD: must be sgd, without "
@@ -182,6 +189,19 @@ class Experiment(Options):
         """Whether the algorithm has seen the samples of which validation accuracy is told, so that
         a choice by it is no held-out evidence."""
         return self.algorithm.uses_validation and not self.split.second_validation
+
+    def federation(self) -> Federation:
+        """Its clients and their samples, as every run of it has them."""
+        return build_federation(
+            self.data,
+            self.partition,
+            self.split,
+            self.clients,
+            self.seed,
+            self.fresh_test,
+            self.fresh_mix,
+            self.shift,
+        )
 
 
 def _check_homes(data: Dataset) -> None:

@@ -157,8 +157,10 @@ def _entry(cls: type[Options], field: dataclasses.Field[Any], prefix: str, compo
 
 
 def _options_class(hint: Any) -> type[Options] | None:
-    """The options a field holds, alone or several of them."""
+    """The options a field holds, alone, or several of them, or perhaps none."""
     if get_origin(hint) is tuple:
+        hint = get_args(hint)[0]
+    if get_origin(hint) in (Union, types.UnionType) and get_args(hint)[1:] == (type(None),):
         hint = get_args(hint)[0]
     return hint if isinstance(hint, type) and issubclass(hint, Options) else None
 
@@ -213,6 +215,7 @@ NAMED = (
     "algorithm",
     "data",
     "partition",
+    "shift",
     "models.architectures",
     "training.optimizer",
     "training.schedule",

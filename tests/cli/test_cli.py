@@ -181,6 +181,7 @@ def test_list_names_everything_with_a_meaning(
             "models",
             "datasets",
             "partitions",
+            "shifts",
             "optimizers",
             "schedules",
             "stages",  # where another test has registered one

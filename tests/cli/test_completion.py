@@ -31,7 +31,7 @@ def offered(typed: str, shell: str = "bash") -> list[str]:
     ("typed", "names"),
     [
         ("perfed compare -a fed", ["fedavg", "fedavg-ft", "feddf", "fedfomo", "fedprox"]),
-        ("perfed run digits-", ["digits-dirichlet", "digits-groups"]),
+        ("perfed run digits-", ["digits-dirichlet", "digits-groups", "digits-permuted"]),
         ("perfed run mine", []),  # then the shell offers files
         ("perfed data get ", ["cifar10", "cifar100"]),
         ("perfed run --precision b", ["bf16"]),

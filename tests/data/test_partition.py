@@ -1,16 +1,24 @@
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import perfed
 from perfed.core.errors import ConfigError
+from perfed.core.notices import say_once
+from perfed.core.streams import numpy_stream
 from perfed.data import Split, build_federation, partitions
 from perfed.data.datasets import Digits
 from perfed.data.federation import ClientSplit, split_client
 from perfed.data.files import Npz
 from perfed.data.partition import Partition, move_to_minimum
+from perfed.runs.study import record_of
+from tests.conftest import SEQUENTIAL, STACKED, tiny
+from tests.runs.test_resume import StopAfter
 
 alphas = st.floats(-3, 3).map(lambda exponent: 10.0**exponent)
 PARTS = ("train", "validation", "test", "unused")
@@ -158,6 +166,102 @@ def test_public_and_private_samples_are_disjoint_and_all_are_used() -> None:
     assert sorted(private + record["public"]) == list(range(1797))
     assert record["moved_to_minimum"] > 0
     assert min(record["sizes"]) >= 5
+
+
+SKEWED = {"name": "dirichlet", "alpha": 0.05, "minimum": 20}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_without_repair_small_clients_are_left_out_and_the_others_stay_as_drawn(
+    seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    samples = Digits().load(seed)
+    drawn = partitions.build(SKEWED).assign(samples.y, 10, 40, numpy_stream(seed, "partition"))
+    natural = [k for k in range(40) if (drawn == k).sum() >= 20]
+    assert 0 < len(natural) < 40
+    say_once.cache_clear()
+    federation = build_federation(
+        Digits(), partitions.build(SKEWED | {"repair": False}), Split(), 40, seed
+    )
+    record = federation.record()
+    assert federation.clients == len(record["clients"]) == len(natural)
+    for client, number in zip(record["clients"], natural, strict=True):
+        held = sorted(i for part in PARTS for i in client[part])
+        assert held == samples.index[drawn == number].tolist()
+    lost = len(drawn) - sum(record["sizes"])
+    assert record["left_out"] == {"clients": 40 - len(natural), "samples": lost}
+    assert record["moved_to_minimum"] == 0
+    assert record["repaired"] == [False] * len(natural)
+    assert caplog.messages == [
+        f"{40 - len(natural)} of 40 clients have fewer than 20 samples and are left out, with "
+        f"{lost} samples"
+    ]
+
+
+def test_who_was_brought_up_to_the_minimum_is_recorded() -> None:
+    samples = Digits().load(3)
+    drawn = partitions.build(SKEWED).assign(samples.y, 10, 40, numpy_stream(3, "partition"))
+    record = build_federation(Digits(), partitions.build(SKEWED), Split(), 40, 3).record()
+    sizes = [int((drawn == k).sum()) for k in range(40)]
+    assert record["repaired"] == [size < 20 for size in sizes]
+    assert record["moved_to_minimum"] == sum(20 - size for size in sizes if size < 20)
+    assert "left_out" not in record
+    assert (
+        "repaired"
+        not in build_federation(Digits(), partitions.build("iid"), Split(), 5, 3).record()
+    )
+
+
+def test_where_nobody_is_left() -> None:
+    few = partitions.build({"name": "dirichlet", "alpha": 100, "minimum": 500, "repair": False})
+    with pytest.raises(ConfigError, match="minimum: none of 40 clients has 500 samples"):
+        build_federation(Digits(), few, Split(), 40, 0)
+
+
+def test_a_run_without_repair(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of all clients that are left, as many as there are, on both engines; and it resumes."""
+    common: dict[str, Any] = {
+        "clients": 40,
+        "clients_per_round": 30,
+        "partition": SKEWED | {"repair": False},
+        "shift": {"name": "labels", "groups": [1, 1]},
+        "rounds": 2,
+    }
+    left = tiny(**common).federation().clients
+    assert left < 30
+    say_once.cache_clear()
+    for how in (SEQUENTIAL, STACKED):
+        result = perfed.run(tiny(**common), tmp_path / how.engine, how=how)
+        rows = result.per_client()
+        assert sorted(set(rows["client"])) == list(range(left))
+        assert not rows["repaired"].any()
+        assert np.bincount(rows["group"])[0] in (left // 2 * 2, (left + 1) // 2 * 2)
+        for line in result.directory.lines("rounds.jsonl"):
+            assert line["clients"] == list(range(left))
+    assert f"{left} clients are left: all of them are selected" in caplog.text
+    often = replace(SEQUENTIAL, checkpoint_seconds=0)
+    with pytest.raises(KeyboardInterrupt):
+        perfed.run(tiny(**common), tmp_path / "part", callbacks=[StopAfter(1)], how=often)
+    resumed = perfed.resume(tmp_path / "part", how=SEQUENTIAL)
+    whole = perfed.Result(tmp_path / "sequential")
+    assert resumed.per_client().equals(whole.per_client())
+    with pytest.raises(ConfigError, match=rf"evaluate_clients: 35 of {left} clients that are left"):
+        perfed.run(tiny(**common, evaluate_clients=35), tmp_path / "some")
+    many = {"name": "perfed-ckt", "clusters": left + 1}
+    with pytest.raises(ConfigError, match=rf"algorithm.clusters: {left + 1} clusters of {left}"):
+        perfed.run(tiny(**common | {"algorithm": many}), tmp_path / "clusters")
+
+
+def test_repaired_clients_are_told_apart_in_results(tmp_path: Path) -> None:
+    experiment = tiny(clients=40, partition=SKEWED, rounds=1)
+    result = perfed.run(experiment, tmp_path / "run")
+    repaired = experiment.federation().record()["repaired"]
+    assert 0 < sum(repaired) < 40
+    assert result.per_client()["repaired"].tolist() == repaired
+    assert record_of(tmp_path / "run")["clients"]["repaired"] == repaired
+    assert "of 40 clients" not in result.report().read_text("utf-8")
+    left = perfed.run(tiny(partition=SKEWED | {"repair": False}, rounds=1), tmp_path / "left")
+    assert "of 6 clients those with at least 20 samples" in left.report().read_text("utf-8")
 
 
 def test_too_many_clients_is_one_clear_line() -> None:

@@ -20,7 +20,7 @@ from perfed.core.channel import Channel
 from perfed.core.message import Message
 from perfed.core.schema import from_mapping
 from perfed.engines.precision import PRECISIONS
-from perfed.engines.stacked import StackedEngine
+from perfed.engines.stacked import StackedEngine, hopper
 from perfed.engines.stacked.layers import Tensors
 from perfed.engines.stacked.plan import plan_of
 from perfed.engines.stacked.stack import StackedModule
@@ -265,6 +265,20 @@ def test_a_run_on_the_gpu_can_be_repeated(precision: str) -> None:
     experiment = tiny(data=data, models=networks, partition="iid", training=training)
     how = {"device": "cuda", "engine": "stacked", "precision": precision}
     assert losses_of(experiment, **how) == losses_of(experiment, **how)
+
+
+def test_weight_gradients_beside_the_others_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit: a stream that does not wait for another would show."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("there are kernels for Hopper GPUs only")
+    data = {"name": "npz", "path": str(noise()), "public": 0}
+    training = {"steps": 20, "batch_size": 32, "public_batch_size": 32, "learning_rate": 0.01}
+    networks = ["resnet10", "mobilenet-v2", "vgg11-bn"]
+    experiment = tiny(data=data, models=networks, partition="iid", training=training)
+    how = {"device": "cuda", "engine": "stacked", "precision": "bf16"}
+    beside = losses_of(experiment, **how)
+    monkeypatch.setattr(hopper, "weight_gradients_beside", lambda loss: None)
+    assert losses_of(experiment, **how) == beside
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])

@@ -238,6 +238,76 @@ for plain, fast in zip(results(False), results(True)):
     torch.testing.assert_close(fast, plain, rtol=2e-3, atol=2e-4)
 """
 
+BESIDE = """
+import contextlib
+import torch
+from perfed.engines.stacked import hopper
+
+hopper.usable = lambda tensor: True
+later, launched = [], []  # what the second stream has not done yet, and all it was given
+
+
+class Stream:
+    lazy = False  # whether the second one works as late as it may, or at once
+    device = torch.device("cpu")
+
+    def __init__(self, *_):
+        pass
+
+    def record_event(self):
+        return len(launched)
+
+    def wait_event(self, event):
+        if self is MAIN:
+            work_off(event - len(launched) + len(later))
+
+    def wait_stream(self, other):
+        work_off(len(later))
+
+
+def work_off(count):
+    for _ in range(count):
+        later.pop(0)()
+
+
+@contextlib.contextmanager
+def on_stream(stream):
+    hopper.kernels.launch = given
+    yield
+    hopper.kernels.launch = at_once
+
+
+def given(kernel, grid, *args, **options):
+    launched.append(kernel)
+    work = lambda: at_once(kernel, grid, *args, **options)
+    later.append(work) if Stream.lazy else work()
+
+
+MAIN, at_once = Stream(), hopper.kernels.launch
+torch.cuda.Stream, torch.cuda.stream, torch.cuda.current_stream = Stream, on_stream, lambda *_: MAIN
+
+
+def gradients(beside):
+    torch.manual_seed(0)
+    weights = [hopper.dense_layout(torch.randn(2, 16, 16, 1, 1)).requires_grad_() for _ in range(6)]
+    y = torch.randn(2, 2, 16, 4, 4)
+    for weight in [*weights, weights[0]]:  # the first one twice
+        y = hopper.conv2d(y, weight, None, ((1, 1), (0, 0), (1, 1)), bias_grad=True).tanh()
+    loss = y.square().sum()
+    if beside:
+        hopper.weight_gradients_beside(loss)
+    return torch.autograd.grad(loss, weights)
+
+
+plain = gradients(beside=False)
+assert not launched
+for Stream.lazy in (False, True):
+    launched.clear()
+    found = gradients(beside=True)
+    assert len(launched) == 5 and not later
+    assert all(torch.equal(a, b) for a, b in zip(found, plain))
+"""
+
 COMPILED = """
 import torch
 import triton
@@ -305,7 +375,9 @@ triton_kernels.descend(w, w, torch.zeros(1), w)
     tuple(map(int, np.__version__.split(".")[:2])) >= (2, 3), reason="Triton does not know NumPy"
 )
 @pytest.mark.parametrize(
-    "script", [SCRIPT, OTHERS, TRANSFORMER], ids=["a network", "single layers", "a transformer"]
+    "script",
+    [SCRIPT, OTHERS, TRANSFORMER, BESIDE],
+    ids=["a network", "single layers", "a transformer", "a second stream"],
 )
 def test_kernels_give_what_the_plain_rules_give(script: str) -> None:
     run(script, TRITON_INTERPRET="1")

@@ -35,7 +35,7 @@ from perfed.engines.stacked.engine import JobStreams
 from perfed.engines.stacked.plan import Plan
 from perfed.engines.stacked.recorded import TapedForward, TapedTraining, without_collection
 from perfed.engines.stacked.requests import objective_key
-from perfed.engines.stacked.stack import DICE, StackedModule
+from perfed.engines.stacked.stack import DICE, StackedModule, stack_tensors
 from perfed.runs.simulation import Simulation
 from tests.conftest import SEQUENTIAL, STACKED, TINY, simulate, spec, tiny
 
@@ -717,3 +717,12 @@ def test_nothing_that_clients_made_stays_in_memory(monkeypatch: pytest.MonkeyPat
         simulation.play_round(0, channel)
         assert made
         assert not [one for one in made if one() is not None]
+
+
+@pytest.mark.parametrize("to_look_at", [False, True])
+def test_what_all_clients_share_is_copied_only_to_be_changed(to_look_at: bool) -> None:
+    shared, one, other = torch.randn(3, 4)
+    stack = stack_tensors([{"a": shared, "b": one}, {"a": shared, "b": other}], to_look_at)
+    assert (stack["a"].data_ptr() == shared.data_ptr()) is to_look_at
+    torch.testing.assert_close(stack["a"], torch.stack([shared, shared]))
+    torch.testing.assert_close(stack["b"], torch.stack([one, other]))

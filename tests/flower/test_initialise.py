@@ -21,10 +21,11 @@ from cryptography.hazmat.primitives.serialization import (
 
 from perfed import cli
 from perfed.core.errors import ConfigError, PerfedError
+from perfed.data import Split, build_federation, datasets, partitions
 from perfed.flower.agreement import Agreement, built_in_names
 from perfed.flower.coordinator import coordinate
 from perfed.flower.initialise import check_coordinator, check_site, initialise, require_flower
-from perfed.flower.settings import read_coordinator, read_site
+from perfed.flower.settings import SiteData, read_coordinator, read_site
 from tests.flower.setting import desk
 from tests.flower.test_site import PLAN
 
@@ -69,6 +70,10 @@ def test_every_option_with_a_comment_is_one(tmp_path: Path) -> None:
         ({"minimum": 4}, "minimum: 4 answers of 2 clients a round"),
         ({"start_with": 3}, "start_with: 3 of 2 clients"),
         ({"experiment": {"fresh_test": 50}}, "experiment.fresh_test: there are no samples here"),
+        (
+            {"experiment": {"shift": {"name": "labels", "groups": [1, 1]}}},
+            "experiment.shift: there are no samples here",
+        ),
     ],
 )
 def test_what_a_coordinator_cannot_do(tmp_path: Path, change: dict[str, Any], message: str) -> None:
@@ -178,3 +183,13 @@ def test_without_flower_one_line_says_what_to_install(
         require_flower()
     with pytest.raises(ConfigError):
         initialise(tmp_path / "f", 3, tls=True, hosts=[])
+
+
+def test_a_site_beyond_those_that_a_partition_leaves() -> None:
+    digits = datasets.build("digits")
+    skewed = partitions.build({"name": "dirichlet", "alpha": 0.05, "repair": False})
+    data = SiteData(dataset=digits, partition=skewed, clients=40)
+    left = build_federation(digits, skewed, Split(), 40, 0).clients
+    assert len(data.load(left - 1, Split(), 0)[2].train)
+    with pytest.raises(ConfigError, match=rf"client {left}: the partition leaves only {left}"):
+        data.load(left, Split(), 0)

@@ -117,6 +117,7 @@ def test_who_declares_it() -> None:
     assert {name for name in algorithms if algorithms[name].uses_validation} == {
         "fedfomo",
         "perfed-evidence",
+        "perfed-kin",
     }
 
 

@@ -11,6 +11,7 @@ from perfed.algorithms.local import Local
 from perfed.algorithms.majority import Majority
 from perfed.algorithms.perfed_ckt import PerFedCKT
 from perfed.algorithms.perfed_evidence import PerFedEvidence
+from perfed.algorithms.perfed_kin import PerFedKin
 from perfed.algorithms.perfedavg import PerFedAvg
 from perfed.algorithms.scaffold import Scaffold
 
@@ -27,5 +28,6 @@ __all__ = [
     "PerFedAvg",
     "PerFedCKT",
     "PerFedEvidence",
+    "PerFedKin",
     "Scaffold",
 ]

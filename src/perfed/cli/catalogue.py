@@ -23,8 +23,8 @@ def list_(
     kind: Annotated[
         str | None,
         typer.Argument(
-            help="algorithms, models, datasets, partitions, optimizers, schedules, stages, metrics "
-            "or presets"
+            help="algorithms, models, datasets, partitions, shifts, optimizers, schedules, stages, "
+            "metrics or presets"
         ),
     ] = None,
     with_: Annotated[
@@ -42,6 +42,7 @@ def list_(
         "models": perfed.architectures,
         "datasets": perfed.datasets,
         "partitions": perfed.partitions,
+        "shifts": perfed.shifts,
         "optimizers": perfed.optimizers,
         "schedules": perfed.schedules,
         "stages": perfed.stages,
@@ -72,7 +73,7 @@ def _own(paths: Iterable[str]) -> Iterable[tuple[str, type[Component]]]:
             raise ConfigError(error.message, "--with") from None
         components = {name: cls for name, cls in found.items() if _is_component(cls)}
         if not components:
-            what = "algorithm, dataset, partition, architecture, optimizer, schedule or stage"
+            what = "algorithm, dataset, partition, shift, network, optimizer, schedule or stage"
             raise ConfigError(f"'{path}' defines no {what}", "--with")
         yield from components.items()
 

@@ -7,6 +7,7 @@ nested dictionaries whose leaves are tensors, and in which a model's tensors are
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import unquote
@@ -84,8 +85,14 @@ def extremes(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
             groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     for (device, _), group in groups.items():
         if device.type != "cpu":  # few kernels are worth a copy
-            group = [torch.cat([tensor.reshape(-1) for tensor in group])]
+            group = [torch.cat([_in_memory_order(tensor) for tensor in group])]
         yield torch.stack([one for tensor in group for one in tensor.aminmax()])
+
+
+def _in_memory_order(tensor: Tensor) -> Tensor:
+    """All numbers, as they lie: where there are no gaps between them, without a copy."""
+    dimensions = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+    return tensor.permute(dimensions).reshape(-1)
 
 
 Owner = TypeVar("Owner")
@@ -132,11 +139,17 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
     return flat
 
 
+@functools.lru_cache(maxsize=1 << 14)
+def _levels(path: str) -> tuple[str, ...]:
+    """The names that a path is made of. The same paths come again in every message."""
+    return tuple(map(unquote, path.split("/")))
+
+
 def unflatten(flat: Mapping[str, Tensor]) -> Tree:
     """The inverse of :func:`flatten`; a level with ``params`` becomes a :class:`Weights`."""
     nested: Tree = {}
     for path, tensor in flat.items():
-        *levels, leaf = map(unquote, path.split("/"))
+        *levels, leaf = _levels(path)
         node = nested
         for level in levels:
             node = node.setdefault(level, {})

@@ -10,6 +10,7 @@ import perfed.data.tables  # noqa: F401  (these register their datasets)
 from perfed.data.datasets import ClientData, Dataset, Samples, datasets
 from perfed.data.federation import ClientSplit, Federation, Split, build_federation
 from perfed.data.partition import Partition, partitions
+from perfed.data.shift import Shift, shifts
 
 __all__ = [
     "ClientData",
@@ -18,8 +19,10 @@ __all__ = [
     "Federation",
     "Partition",
     "Samples",
+    "Shift",
     "Split",
     "build_federation",
     "datasets",
     "partitions",
+    "shifts",
 ]

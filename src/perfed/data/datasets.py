@@ -156,6 +156,18 @@ def with_spare(samples: Samples, where: np.ndarray) -> Samples:
     )
 
 
+def taken(samples: Samples, where: np.ndarray) -> Samples:
+    """These of the private samples, in this order; one may be there twice."""
+    ids = samples.client_ids
+    return dataclasses.replace(
+        samples,
+        x=samples.x[where],
+        y=samples.y[where],
+        index=samples.index[where],
+        client_ids=None if ids is None else ids[where],
+    )
+
+
 def _numbers(samples: Samples, x: np.ndarray) -> np.ndarray:
     # What is still to be standardised keeps its digits until then.
     return x if samples.unscaled is not None else stored(x, samples.tokens)

@@ -16,13 +16,15 @@ from perfed.core.inputs import Inputs
 from perfed.core.notices import say_once
 from perfed.core.schema import Options, option
 from perfed.core.streams import numpy_stream
-from perfed.data.datasets import ClientData, Dataset, Samples, with_spare
+from perfed.data.datasets import ClientData, Dataset, Samples, taken, with_spare
 from perfed.data.partition import Given, Held, Partition, move_to_minimum
+from perfed.data.shift import Shift, ShiftedData, Shifting
 from perfed.data.tokens import all_tokens, tokens_in
 
 FreshMix = Literal["test", "held"]
 SMALLEST_CLIENT = 3  # one sample each to train, to validate and to test
-OF_EACH_CLIENT = {"sizes": int, "client_names": str}  # the facts of a partition that are
+# The facts of a partition that are of each client.
+OF_EACH_CLIENT = {"sizes": int, "client_names": str, "groups": int, "repaired": bool}
 SPLITS_IN_MEMORY = 4096  # of the clients asked for last
 
 
@@ -165,7 +167,14 @@ class Federation:
     @property
     def inputs(self) -> Inputs:
         """What one sample is."""
-        return Inputs(tuple(self.samples.x.shape[1:]), self.samples.tokens)
+        return _inputs(self.samples)
+
+    @property
+    def groups(self) -> np.ndarray:
+        """The group of each client, where there is a shift; else all are in group 0. Algorithms
+        must not look at it: it is for judging them, and for an oracle to compare them with."""
+        nobody_differs = np.zeros(self.clients, dtype=np.int64)
+        return np.asarray(self.partition_facts.get("groups", nobody_differs))
 
     @cached_property
     def _part_sizes(self) -> np.ndarray:
@@ -226,11 +235,12 @@ def build_federation(
     seed: int,
     fresh_test: int = 0,
     fresh_mix: FreshMix = "test",
+    shift: Shift | None = None,
 ) -> Federation:
     """Load, divide among clients, and divide each client's samples."""
     distant = dataset.client_data(seed, clients)
     if distant is not None:
-        return _distant_federation(distant, partition, split, seed, fresh_test)
+        return _distant_federation(distant, partition, split, seed, fresh_test, shift)
     samples = _recognised(dataset.load(seed))
     if clients * SMALLEST_CLIENT > len(samples.y):
         raise ConfigError(
@@ -238,6 +248,28 @@ def build_federation(
             f"({SMALLEST_CLIENT} each), there are {len(samples.y)}",
             "clients",
         )
+    samples, holdings, facts = _dealt(samples, partition, clients, seed)
+    splits: Sequence[ClientSplit] = Splits(holdings.of, holdings.sizes, split, seed)
+    if fresh_test:
+        if isinstance(partition, Given):
+            raise ConfigError(
+                "given clients may differ in more than labels: only they have samples like theirs",
+                "fresh_test",
+            )
+        samples, splits = freshly_tested(samples, splits, fresh_test, fresh_mix, seed)
+    samples, scales = standardised(replace(samples, spare=None), splits)
+    facts |= scales
+    if shift is not None:
+        shifting = Shifting.of(shift, len(splits), _inputs(samples), samples.classes, seed)
+        samples, splits = shifted(samples, splits, holdings, shifting)
+        facts["groups"] = shifting.groups
+    return Federation(samples, splits, facts, second_validation=split.second_validation)
+
+
+def _dealt(
+    samples: Samples, partition: Partition, clients: int, seed: int
+) -> tuple[Samples, Held, dict[str, Any]]:
+    """The samples that some client holds, who holds which, and what a run records of it."""
     random = numpy_stream(seed, "partition")
     facts: dict[str, Any] = {}
     if isinstance(partition, Given):
@@ -249,25 +281,47 @@ def build_federation(
                 "them anew, 'given' leaves each where it is"
             )
         owner = partition.assign(samples.y, samples.classes, clients, random)
-    before, minimum = owner, partition.minimum_size()
-    owner = move_to_minimum(owner, clients, minimum, random)
+    minimum = partition.minimum_size()
+    if partition.leaves_out_small():
+        samples, owner, facts["left_out"] = _without_small(samples, owner, clients, minimum)
+        clients -= facts["left_out"]["clients"]
+    before = Held(owner, clients).sizes
+    owner, dealt = move_to_minimum(owner, clients, minimum, random), owner
     holdings = Held(owner, clients)
     _check_smallest(holdings.sizes, facts.get("client_names"))
-    splits: Sequence[ClientSplit] = Splits(holdings.of, holdings.sizes, split, seed)
-    if fresh_test:
-        if isinstance(partition, Given):
-            raise ConfigError(
-                "given clients may differ in more than labels: only they have samples like theirs",
-                "fresh_test",
-            )
-        samples, splits = freshly_tested(samples, splits, fresh_test, fresh_mix, seed)
-    samples, scales = standardised(replace(samples, spare=None), splits)
-    facts |= scales | {
+    facts |= {
         "minimum": minimum,
-        "moved_to_minimum": int((owner != before).sum()),
+        "moved_to_minimum": int((owner != dealt).sum()),
         "sizes": holdings.sizes,
     }
-    return Federation(samples, splits, facts, second_validation=split.second_validation)
+    if minimum:
+        facts["repaired"] = before < minimum
+    return samples, holdings, facts
+
+
+def _without_small(
+    samples: Samples, owner: np.ndarray, clients: int, minimum: int
+) -> tuple[Samples, np.ndarray, dict[str, int]]:
+    """Clients with fewer than ``minimum`` samples are left out, and these with them; the others are
+    numbered anew, in their order."""
+    large = np.bincount(owner, minlength=clients) >= minimum
+    if not large.any():
+        raise ConfigError(
+            f"none of {clients} clients has {minimum} samples: must be fewer", "partition.minimum"
+        )
+    kept = np.flatnonzero(large[owner])
+    left_out = {"clients": int((~large).sum()), "samples": len(owner) - len(kept)}
+    if left_out["clients"]:
+        say_once(
+            f"{left_out['clients']} of {clients} clients have fewer than {minimum} samples and are "
+            f"left out, with {left_out['samples']} samples"
+        )
+    number = np.cumsum(large) - 1
+    return taken(samples, kept), number[owner[kept]], left_out
+
+
+def _inputs(samples: Samples) -> Inputs:
+    return Inputs(tuple(samples.x.shape[1:]), samples.tokens)
 
 
 def _recognised(samples: Samples) -> Samples:
@@ -291,7 +345,12 @@ def _check_smallest(sizes: np.ndarray, names: Sequence[str] | None) -> None:
 
 
 def _distant_federation(
-    distant: ClientData, partition: Partition, split: Split, seed: int, fresh_test: int
+    distant: ClientData,
+    partition: Partition,
+    split: Split,
+    seed: int,
+    fresh_test: int,
+    shift: Shift | None,
 ) -> Federation:
     """Of clients whose samples are made or read when they are needed."""
     if not isinstance(partition, Given):
@@ -305,6 +364,11 @@ def _distant_federation(
     _check_smallest(distant.sizes, None)
     splits = Splits(distant.positions, distant.sizes, split, seed)
     facts = {"minimum": 0, "moved_to_minimum": 0, "sizes": distant.sizes}
+    if shift is not None:
+        samples, clients = distant.samples, len(distant.sizes)
+        shifting = Shifting.of(shift, clients, _inputs(samples), samples.classes, seed)
+        distant = ShiftedData(distant, shifting)
+        facts["groups"] = shifting.groups
     return Federation(distant.samples, splits, facts, distant, split.second_validation)
 
 
@@ -354,6 +418,41 @@ def _label_quota(samples: Samples, split: ClientSplit, count: int, mix: FreshMix
     alike = split.test if mix == "test" else np.concatenate([*vars(split).values()])
     upto = np.cumsum(np.bincount(samples.y[alike], minlength=samples.classes)) / len(alike)
     return np.diff(np.round(upto * count), prepend=0).astype(int)
+
+
+def shifted(
+    samples: Samples, splits: Sequence[ClientSplit], holdings: Held, shifting: Shifting
+) -> tuple[Samples, Sequence[ClientSplit]]:
+    """Every client's samples as its group has them. Fresh samples, which clients share, are there
+    once for each group."""
+    fresh: dict[int, np.ndarray] = {}
+    if len(samples.y) > holdings.sizes.sum():
+        samples, splits, fresh = _fresh_of_each_group(samples, splits, shifting.groups)
+    x, y = samples.x.copy(), samples.y.copy()  # the dataset's own stay as they are
+    for client in np.flatnonzero(shifting.groups).tolist():
+        held = holdings.of(client)
+        x[held], y[held] = shifting.client(client, x[held], y[held])
+    for group, where in fresh.items():
+        x[where], y[where] = shifting.fresh(group, x[where], y[where])
+    return replace(samples, x=x, y=y, public_x=shifting.public(samples.public_x)), splits
+
+
+def _fresh_of_each_group(
+    samples: Samples, splits: Sequence[ClientSplit], groups: np.ndarray
+) -> tuple[Samples, list[ClientSplit], dict[int, np.ndarray]]:
+    """A copy of its test samples for each group but the first, and where it is."""
+    splits, where, copies = list(splits), {}, [np.arange(len(samples.y))]
+    end = len(samples.y)
+    for group in range(1, int(groups.max()) + 1):
+        members = np.flatnonzero(groups == group).tolist()
+        wanted = np.unique(np.concatenate([splits[client].test for client in members]))
+        for client in members:
+            test = end + np.searchsorted(wanted, splits[client].test)
+            splits[client] = replace(splits[client], test=test)
+        where[group] = np.arange(end, end + len(wanted))
+        copies.append(wanted)
+        end += len(wanted)
+    return taken(samples, np.concatenate(copies)), splits, where
 
 
 def standardised(samples: Samples, splits: Sequence[ClientSplit]) -> tuple[Samples, dict[str, Any]]:

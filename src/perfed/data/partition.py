@@ -3,7 +3,8 @@
 Every partition gives each sample to exactly one client, depends on nothing but the labels, the
 options and the seed, and always ends. Label-wise Dirichlet draws with a small α leave many clients
 empty (about 38 of 100 at α=0.01), and redrawing until none is empty may never end; so a minimum is
-reached by *moving* samples from the largest clients, and the run records how many were moved.
+reached by *moving* samples from the largest clients, and the run records how many were moved, and
+to whom. Whoever wants to study only clients as they were drawn leaves the small ones out instead.
 """
 
 from __future__ import annotations
@@ -20,7 +21,11 @@ from perfed.core.registry import Component, Registry
 from perfed.core.schema import option
 
 MINIMUM_HELP = (
-    "smallest number of samples of a client; they are moved there from the largest clients"
+    "smallest number of samples of a client; where one has fewer, 'repair' says what happens"
+)
+REPAIR_HELP = (
+    "move samples from the largest clients to those below the minimum; false: leave these out, so "
+    "that there are fewer clients, numbered anew"
 )
 
 
@@ -36,6 +41,10 @@ class Partition(Component):
     def minimum_size(self) -> int:
         """What :func:`move_to_minimum` then brings every client up to."""
         return 0
+
+    def leaves_out_small(self) -> bool:
+        """Whether clients below the minimum are left out instead."""
+        return False
 
 
 partitions: Registry[Partition] = Registry("partition")
@@ -66,6 +75,7 @@ class LabelwiseDirichlet(Partition):
 
     alpha: float = option(0.01, "concentration; small means skewed", gt=0)
     minimum: int = option(20, MINIMUM_HELP, ge=0)
+    repair: bool = option(True, REPAIR_HELP)
 
     def assign(
         self, labels: np.ndarray, classes: int, clients: int, random: np.random.Generator
@@ -79,6 +89,9 @@ class LabelwiseDirichlet(Partition):
 
     def minimum_size(self) -> int:
         return self.minimum
+
+    def leaves_out_small(self) -> bool:
+        return not self.repair
 
 
 @partitions.register("client-dirichlet")

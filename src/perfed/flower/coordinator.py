@@ -104,7 +104,7 @@ class FederatedRun(Coordinator):
         say: Say = print,
     ) -> None:
         experiment = options.experiment
-        super().__init__(experiment, callbacks, torch.device("cpu"), checkpoint_seconds=0.0)
+        super().__init__(experiment, callbacks, torch.device("cpu"), 0.0, experiment.clients)
         self.options = options
         self._transport = transport
         self._say = say

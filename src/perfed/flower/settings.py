@@ -127,6 +127,10 @@ class SiteData(Options):
                     f"client {client} of {self.clients}: must be less than data.clients", "client"
                 )
             whole = build_federation(self.dataset, self.partition, split, self.clients, self.seed)
+            if client >= whole.clients:
+                raise ConfigError(
+                    f"client {client}: the partition leaves only {whole.clients}", "client"
+                )
             held, labels = whole.samples.x, whole.samples.y
             if whole.distant is not None:
                 held, labels = whole.distant.client(client)
@@ -278,6 +282,10 @@ class CoordinatorOptions(Options):
             raise ConfigError(
                 "there are no samples here: sites are evaluated on their own",
                 "experiment.fresh_test",
+            )
+        if self.experiment.shift is not None:
+            raise ConfigError(
+                "there are no samples here: sites have their own as they are", "experiment.shift"
             )
         if self.experiment.evaluate_clients:
             raise ConfigError(

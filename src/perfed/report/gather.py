@@ -24,7 +24,16 @@ IN_A_NAME = ("name", "about", "seed", "algorithm")  # do not set two runs of a m
 
 LONGEST_NAME = 60  # runs that would have longer ones go by their folders
 
-CLIENTS = ("clients", "evaluate_clients", "data", "partition", "split", "fresh_test", "fresh_mix")
+CLIENTS = (
+    "clients",
+    "evaluate_clients",
+    "data",
+    "partition",
+    "shift",
+    "split",
+    "fresh_test",
+    "fresh_mix",
+)
 
 ALONE = 4  # the colour of a single curve: blue
 

@@ -10,7 +10,7 @@ from html import escape
 from importlib import resources
 from pathlib import Path
 
-from perfed.config import dump_yaml
+from perfed.config import Experiment, dump_yaml
 from perfed.core.tensorfile import write_atomically
 from perfed.report import gather, theme
 from perfed.report.charts import Chart, charts, listed
@@ -154,10 +154,11 @@ def _about(report: Report) -> str:
     about = _same(experiment.about for experiment in experiments)
     by_seeds = _labels_by_seeds(report.runs)
     facts = [
-        _same(f"{e.clients} clients" for e in experiments),
+        _same(_clients(e) for e in experiments),
         _same(f"{e.clients_per_round} selected a round" for e in experiments),
         _same(f"{e.rounds} rounds" for e in experiments),
         _same(f"{e.data.label()} divided by {e.partition.label()}" for e in experiments),
+        _same(f"shifted by {e.shift.label()}" if e.shift else "" for e in experiments),
         next(iter(by_seeds)) if len(by_seeds) == 1 else "",
     ]
     sentence = f"<p>{escape(about)}</p>" if about else ""
@@ -169,6 +170,13 @@ def _about(report: Report) -> str:
             f"another way. {escape(words)}.</p>"
         )
     return said
+
+
+def _clients(experiment: Experiment) -> str:
+    text, partition = f"{experiment.clients} clients", experiment.partition
+    if not partition.leaves_out_small():
+        return text
+    return f"of {text} those with at least {partition.minimum_size()} samples"
 
 
 def _labels_by_seeds(runs: Sequence[Run]) -> dict[str, list[str]]:

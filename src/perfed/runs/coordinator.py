@@ -83,6 +83,7 @@ class Coordinator(ABC):
         callbacks: Iterable[Callback],
         device: torch.device,
         checkpoint_seconds: float,
+        clients: int,
     ) -> None:
         load_metrics(experiment.metrics)
         self.experiment = experiment
@@ -90,7 +91,9 @@ class Coordinator(ABC):
         self.callbacks = list(callbacks)
         self.device = device
         self._checkpoint_seconds = checkpoint_seconds
-        self.progress = Progress(clients=experiment.clients)
+        self.clients = clients
+        """How many there are: fewer than the experiment's where its partition leaves some out."""
+        self.progress = Progress(clients=clients)
         self.records: Mapping[int, ClientRecord] = {}
         """What clients keep, where it is kept here."""
         self.changed: set[int] = set()
@@ -106,9 +109,7 @@ class Coordinator(ABC):
         self._next_links: dict[int, Tree] = {}
         """The state of the server's end once the client's answer is admitted."""
         self._evaluation_channel = Channel()
-        self.evaluated = evaluated_clients(
-            experiment.clients, experiment.evaluate_clients, experiment.seed
-        )
+        self.evaluated = evaluated_clients(clients, experiment.evaluate_clients, experiment.seed)
         """Whose numbers and models are written down."""
 
     # What differs with the place of the clients.
@@ -216,8 +217,8 @@ class Coordinator(ABC):
             raise RunError(
                 f"{path} says that {saved.next_round} rounds are done, of {self.experiment.rounds}"
             )
-        if saved.clients != self.experiment.clients:
-            raise RunError(f"{path} knows {saved.clients} clients, of {self.experiment.clients}")
+        if saved.clients != self.clients:
+            raise RunError(f"{path} knows {saved.clients} clients, of {self.clients}")
 
     def _check_log(self, directory: RunDirectory, saved: Progress) -> None:
         logged = [line["round"] for line in directory.lines("rounds.jsonl") if line["round"] >= 0]
@@ -430,7 +431,7 @@ class Coordinator(ABC):
         return {"server_state": self._described} if self._described else {}
 
     def _everyone(self) -> list[int]:
-        return list(range(self.experiment.clients))
+        return list(range(self.clients))
 
     def _note_training(self, clients: Iterable[int]) -> None:
         trained = self.progress.trained

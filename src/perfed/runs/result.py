@@ -111,11 +111,14 @@ class Result:
         return pd.DataFrame(rows)
 
     def per_client(self) -> pd.DataFrame:
-        """A row per evaluated round, model kind and client, with each metric that was recorded."""
+        """A row per evaluated round, model kind and client, with each metric that was recorded,
+        with the client's group where there is a shift, and with a minimum whether its samples were
+        moved to it to reach that."""
         import pandas as pd
 
         partition = self.directory.read_json("partition.json")
         clients = partition["clients"]
+        kinds = kinds_of_clients(partition)
         numbers = partition.get("numbers", range(len(clients)))
         rows = [
             {
@@ -125,6 +128,7 @@ class Result:
                 "architecture": client["architecture"],
                 "train_size": part_size(client, "train"),
                 "test_size": part_size(client, "test"),
+                **{name: values[place] for name, values in kinds.items()},
                 **{name: values[place] for name, values in columns.items()},
             }
             for line in self.directory.lines("clients.jsonl")
@@ -212,6 +216,12 @@ def part_size(client: Mapping[str, Any], part: str) -> int:
     """Of a site with data of its own no more is known than how much it has."""
     size: int = client["sizes"][part] if "sizes" in client else len(client[part])
     return size
+
+
+def kinds_of_clients(partition: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """What tells clients apart, beside what they have, as far as a partition records it."""
+    names = {"groups": "group", "repaired": "repaired"}
+    return {name: partition[key] for key, name in names.items() if key in partition}
 
 
 def _at(line: Mapping[str, Any], kind: str) -> dict[str, Any]:

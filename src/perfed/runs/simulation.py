@@ -20,11 +20,11 @@ from perfed.core.declaration import Known
 from perfed.core.errors import ConfigError, RunError
 from perfed.core.message import Message
 from perfed.core.metrics import check_range
+from perfed.core.notices import say_once
 from perfed.core.schema import plain
 from perfed.core.selection import select_clients
 from perfed.core.threads import WRITERS, cpu_threads, in_threads
 from perfed.core.tree import flatten
-from perfed.data import build_federation
 from perfed.engines import ClientRecord, ClientStore, Engine, Execution, Outcome, Population
 from perfed.engines.execution import fitting_threads
 from perfed.models import parameter_count
@@ -126,17 +126,16 @@ class Simulation(Coordinator):
         how: Execution = AUTOMATIC,
         engine: Engine | None = None,
     ) -> None:
-        super().__init__(experiment, callbacks, how.torch_device(), how.checkpoint_seconds)
-        self.how = how
-        self.federation = build_federation(
-            experiment.data,
-            experiment.partition,
-            experiment.split,
-            experiment.clients,
-            experiment.seed,
-            experiment.fresh_test,
-            experiment.fresh_mix,
+        self.federation = experiment.federation()
+        self.selected = _selected_a_round(experiment, self.federation.clients)
+        super().__init__(
+            experiment,
+            callbacks,
+            how.torch_device(),
+            how.checkpoint_seconds,
+            self.federation.clients,
         )
+        self.how = how
         if self.algorithm.needs_public_set and not len(self.federation.samples.public_x):
             raise ConfigError(
                 f"'{self.algorithm.registered_name}' needs a public set, and the data has none: "
@@ -157,9 +156,7 @@ class Simulation(Coordinator):
         self.engine = engine or how.build_engine()
         self.population.engine = self.engine
         everyone = self.algorithm.trains_everyone()
-        self.engine.expect(
-            self.population, experiment.clients if everyone else experiment.clients_per_round
-        )
+        self.engine.expect(self.population, self.clients if everyone else self.selected)
         self._counts = dict(Counter(self.population.architectures))
         self.records = self.population.records
         self._client_facts: Mapping[int, Mapping[str, float]] = {}
@@ -371,11 +368,33 @@ class Simulation(Coordinator):
     def select(self, round: int) -> list[int]:
         return select_clients(
             self.federation.train_sizes,
-            self.experiment.clients_per_round,
+            self.selected,
             self.experiment.selection == "by-size",
             self.experiment.seed,
             round,
         )
+
+
+def _selected_a_round(experiment: Experiment, clients: int) -> int:
+    """How many of the clients that there are. A partition that leaves out small ones leaves others
+    with every seed: where they are fewer than are to be selected, it is all of them."""
+    if experiment.evaluate_clients > clients:
+        raise ConfigError(
+            f"{experiment.evaluate_clients} of {clients} clients that are left: must be at most "
+            f"{clients}",
+            "evaluate_clients",
+        )
+    if experiment.clients_per_round <= clients:
+        return experiment.clients_per_round
+    say_once(
+        f"clients_per_round is {experiment.clients_per_round}, and {clients} clients are left: all "
+        "of them are selected in each round"
+    )
+    try:
+        experiment.algorithm.check(clients)
+    except ConfigError as error:
+        raise error.inside("algorithm") from None
+    return clients
 
 
 def _named(models: Mapping[int, Mapping[str, Predictor]]) -> Iterator[tuple[str, str, Predictor]]:

@@ -25,7 +25,7 @@ from perfed.runs.checksums import parsed
 from perfed.runs.comparison import run_together
 from perfed.runs.coordinator import Callback
 from perfed.runs.directory import RunDirectory
-from perfed.runs.result import Result
+from perfed.runs.result import Result, kinds_of_clients
 from perfed.runs.simulation import AUTOMATIC, as_recorded
 
 Record = dict[str, Any]
@@ -193,6 +193,7 @@ def _clients(directory: RunDirectory) -> Record:
             sum(count > 0 for count in client["labels"]["train"]) for client in partition["clients"]
         ],
         "architecture": [client["architecture"] for client in partition["clients"]],
+        **kinds_of_clients(partition),
         "rounds_trained": [trained[client] for client in numbers],
         "test_accuracy": {
             kind: [round(value, 5) for value in last[kind]["test_accuracy"]]

@@ -293,7 +293,8 @@ class StackedEngine(LocalEngine):
     ) -> Callable[[], dict[int, Trained]]:
         name, step = self._name(kind, lanes, stack), self._steps[kind]
         draws = draw(stack, starts)
-        moving, inputs = stack_moving(stack), stack_inputs(stack)
+        # A recording copies it, and a tape changes it.
+        moving, inputs = stack_moving(stack, to_look_at=self._record), stack_inputs(stack)
         if name not in self.recordings:
             recorded = RecordedTraining if self._record else TapedTraining
             self.recordings[name] = recorded(step, lanes, moving, inputs, samples, draws)

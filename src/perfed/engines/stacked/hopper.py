@@ -13,7 +13,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -30,6 +31,10 @@ log = logging.getLogger("perfed")
 Pair = tuple[int, int]
 SMALL_PATCH = 64
 """Values in a patch up to which patches are gathered: a first layer's few channels."""
+
+BEHIND = 3
+"""Layers whose weight gradients may be under way while the other gradients go on: so long, what
+they are made of stays in memory."""
 
 LARGE = 1 << 16
 """Entries from which one pass over memory, instead of three, is worth a kernel of its own."""
@@ -156,8 +161,8 @@ def conv2d(
 ) -> Tensor | None:
     """The convolution; None where there is no kernel for it.
 
-    ``bias_grad=False`` gives the bias a gradient of zeros: what it is, up to rounding, when a
-    BatchNorm with batch statistics follows; computing it costs one more pass over the gradient.
+    ``bias_grad=False`` gives the bias no gradient: up to rounding it is zero when a BatchNorm with
+    batch statistics follows, and computing it costs one more pass over the gradient.
     """
     out, channels, height, width = weight.shape[1:]
     patch = kernels.patch_size(height, width, channels)
@@ -190,6 +195,72 @@ def _own(x: Tensor) -> Tensor:
     return twin
 
 
+class Beside:
+    """One backward pass's weight gradients, on a second stream of the GPU: nothing in the pass
+    waits for them, and they keep the tensor cores busy while the chain of the other gradients waits
+    for memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = _second_stream(device)
+        self._under_way: deque[tuple[torch.cuda.Event, tuple[Tensor, ...]]] = deque()
+
+    def run(
+        self, ready: torch.cuda.Event, function: Callable[..., Tensor], *inputs: Tensor
+    ) -> Tensor:
+        """What is there at the end of the pass. ``ready``: its inputs are."""
+        torch.autograd.Variable._execution_engine.queue_callback(self._join)
+        self._stream.wait_event(ready)
+        with torch.cuda.stream(self._stream):
+            result = function(*inputs)
+            done = self._stream.record_event()
+        self._under_way.append((done, inputs))  # whose memory is not given back until then
+        if len(self._under_way) > BEHIND:
+            torch.cuda.current_stream().wait_event(self._under_way.popleft()[0])
+        return result
+
+    def _join(self) -> None:
+        torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        self._under_way.clear()
+
+
+@functools.cache
+def _second_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def weight_gradients_beside(loss: Tensor) -> None:
+    """Let them run beside the others in the backward pass of ``loss``: of those leaves that it uses
+    once. The gradients of several uses are added up in the pass, which would have to wait."""
+    beside = Beside(loss.device)
+    uses: Counter[Any] = Counter()
+    waiting: list[Any] = [loss.grad_fn]
+    while waiting:
+        for node, _ in waiting.pop().next_functions:
+            if node is not None and not uses[node]:
+                waiting.append(node)
+            uses[node] += 1
+    for node, count in uses.items():
+        if count == 1 and hasattr(node, "variable"):
+            node.variable._beside = beside
+
+
+def _gradients(
+    ctx: Any,
+    grad: Tensor,
+    of_input: Callable[[Tensor, Tensor], Tensor],
+    of_weight: Callable[[Tensor, Tensor], Tensor],
+) -> tuple[Tensor | None, Tensor | None]:
+    """Of a convolution's input and weight, each where it is asked for."""
+    x, weight = ctx.saved_tensors
+    of_x, of_w = ctx.needs_input_grad[:2]
+    beside: Beside | None = getattr(ctx.leaf, "_beside", None)
+    if beside is None or not of_w:
+        return of_input(grad, weight) if of_x else None, of_weight(x, grad) if of_w else None
+    ready = torch.cuda.current_stream(grad.device).record_event()
+    dx = of_input(grad, weight) if of_x else None
+    return dx, beside.run(ready, of_weight, x, grad)
+
+
 def _bias_gradient(grad: Tensor, dtype: torch.dtype) -> Tensor:
     """Of (n, b, h, w, c)."""
     return grad.flatten(1, 3).sum(1, dtype=torch.float32).to(dtype)
@@ -209,7 +280,7 @@ class Convolution(torch.autograd.Function):
         bias_grad: bool,
         moments: list[Any],
     ) -> Tensor:
-        weight = weight.permute(0, 1, 3, 4, 2).contiguous()
+        ctx.leaf, weight = weight, weight.permute(0, 1, 3, 4, 2).contiguous()
         x = _padded(x) if small else _last(x)
         ctx.save_for_backward(x, weight)
         ctx.small, ctx.geometry, ctx.bias_grad = small, geometry, bias_grad
@@ -225,21 +296,20 @@ class Convolution(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        grad = _last(grads[0])
-        dx = dw = db = None
-        if ctx.needs_input_grad[1]:
+        size, geometry = x.shape[2:4], ctx.geometry
+
+        def of_input(grad: Tensor, weight: Tensor) -> Tensor:
+            return _first(kernels.conv_input_grad(grad, weight, size, geometry))
+
+        def of_weight(x: Tensor, grad: Tensor) -> Tensor:
             if ctx.small:
-                dw = kernels.small_weight_grad(x, grad, weight.shape[2:], *ctx.geometry)
-            else:
-                dw = kernels.conv_weight_grad(x, grad, weight.shape[2:4], ctx.geometry)
-            dw = _first(dw)
-        if ctx.needs_input_grad[0]:
-            dx = _first(kernels.conv_input_grad(grad, weight, x.shape[2:4], ctx.geometry))
-        if ctx.needs_input_grad[2]:
-            if ctx.bias_grad:
-                db = _bias_gradient(grad, ctx.bias_dtype)
-            else:
-                db = grad.new_zeros(weight.shape[:2], dtype=ctx.bias_dtype)
+                return _first(kernels.small_weight_grad(x, grad, weight.shape[2:], *geometry))
+            return _first(kernels.conv_weight_grad(x, grad, weight.shape[2:4], geometry))
+
+        grad = _last(grads[0])
+        dx, dw = _gradients(ctx, grad, of_input, of_weight)
+        wanted = ctx.needs_input_grad[2] and ctx.bias_grad
+        db = _bias_gradient(grad, ctx.bias_dtype) if wanted else None
         return dx, dw, db, None, None, None, None
 
 
@@ -260,29 +330,30 @@ class Depthwise(torch.autograd.Function):
         geometry: tuple[Pair, Pair, Pair],
         moments: list[Any],
     ) -> Tensor:
-        kernel = weight.shape[3], weight.shape[4]
+        ctx.leaf, kernel = weight, (weight.shape[3], weight.shape[4])
         x, weight = _last(x), triton_depthwise.by_tap(weight.squeeze(2))
         bias = None if bias is None else bias.contiguous()
         ctx.save_for_backward(x, weight)
         ctx.kernel, ctx.geometry = kernel, geometry
-        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.size, ctx.bias_dtype = tuple(x.shape[2:4]), None if bias is None else bias.dtype
         y, found = triton_depthwise.depthwise_forward(x, weight, kernel, bias, geometry)
         moments.append(found)
         return _first(y)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        grad = _last(grads[0])
-        size, kernel, geometry = tuple(x.shape[2:4]), ctx.kernel, ctx.geometry
-        dx = dw = db = None
-        if ctx.needs_input_grad[0]:
+        size, kernel, geometry = ctx.size, ctx.kernel, ctx.geometry
+
+        def of_input(grad: Tensor, weight: Tensor) -> Tensor:
             dx = triton_depthwise.depthwise_input_grad(grad, weight, kernel, size, geometry)
-            dx = _first(dx)
-        if ctx.needs_input_grad[1]:
-            dw = triton_depthwise.depthwise_weight_grad(x, grad, kernel, geometry).unsqueeze(2)
-        if ctx.needs_input_grad[2]:
-            db = _bias_gradient(grad, ctx.bias_dtype)
+            return _first(dx)
+
+        def of_weight(x: Tensor, grad: Tensor) -> Tensor:
+            return triton_depthwise.depthwise_weight_grad(x, grad, kernel, geometry).unsqueeze(2)
+
+        grad = _last(grads[0])
+        dx, dw = _gradients(ctx, grad, of_input, of_weight)
+        db = _bias_gradient(grad, ctx.bias_dtype) if ctx.needs_input_grad[2] else None
         return dx, dw, db, None, None
 
 

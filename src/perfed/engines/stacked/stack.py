@@ -410,14 +410,16 @@ class StackedStep:
             network: {name: tensor.detach().requires_grad_() for name, tensor in own.items()}
             for network, own in copies.items()
         }
-        losses = self._losses(models, rounded, inputs, seen)
+        loss = self._losses(models, rounded, inputs, seen).sum()
+        if loss.is_cuda:
+            hopper.weight_gradients_beside(loss)
         places = [
             (network, name, tensor)
             for tensors in (params, rounded)
             for network, own in tensors.items()
             for name, tensor in own.items()
         ]
-        found = torch.autograd.grad(losses.sum(), [t for *_, t in places], allow_unused=True)
+        found = torch.autograd.grad(loss, [t for *_, t in places], allow_unused=True)
         gradients: dict[str, Named] = {network: [] for network in models}
         for (network, name, _), gradient in zip(places, found, strict=True):
             if gradient is not None:
@@ -575,8 +577,19 @@ def stack_inputs(stack: Sequence[Sgd]) -> list[Tensor]:
     return [torch.stack(column) for column in columns if isinstance(column[0], Tensor)]
 
 
-def stack_tensors(models: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: torch.stack([model[name].detach() for model in models]) for name in models[0]}
+def stack_tensors(
+    models: Sequence[Mapping[str, Tensor]], to_look_at: bool = False
+) -> dict[str, Tensor]:
+    """``to_look_at``: not to change. What all of them share, like a model that the server has sent
+    to everybody, is then not copied."""
+    return {name: _stacked([model[name] for model in models], to_look_at) for name in models[0]}
+
+
+def _stacked(tensors: Sequence[Tensor], to_look_at: bool) -> Tensor:
+    first = tensors[0].detach()
+    if to_look_at and all(tensor is tensors[0] for tensor in tensors):
+        return first.expand(len(tensors), *first.shape)
+    return torch.stack([tensor.detach() for tensor in tensors])
 
 
 def stack_of_one(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -592,13 +605,15 @@ def stack_of_one(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return stack
 
 
-def stack_weights(models: Sequence[Weights]) -> Weights:
-    return Weights(*(stack_tensors(parts) for parts in zip(*models, strict=True)))
+def stack_weights(models: Sequence[Weights], to_look_at: bool) -> Weights:
+    return Weights(*(stack_tensors(parts, to_look_at) for parts in zip(*models, strict=True)))
 
 
-def stack_moving(stack: Sequence[Sgd]) -> Moving:
+def stack_moving(stack: Sequence[Sgd], to_look_at: bool) -> Moving:
     """What the requests of a stack begin with."""
-    models = {name: stack_weights([r.models[name] for r in stack]) for name in stack[0].models}
+    models = {
+        name: stack_weights([r.models[name] for r in stack], to_look_at) for name in stack[0].models
+    }
     return Moving(models, stack_trees([dict(request.states) for request in stack]))
 
 

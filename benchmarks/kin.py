@@ -1,0 +1,318 @@
+"""Who finds kin, and who is harmed? PerFed-Kin beside the other methods where clients differ in
+what labels or pictures mean, and where they do not.
+
+    python benchmarks/kin.py tune digits          λ of the methods that have one, by validation data
+    python benchmarks/kin.py run digits           results with it, on seeds that tuned nothing
+    python benchmarks/kin.py run digits 1/4 …     the first of four shards; the others elsewhere
+    python benchmarks/kin.py gather digits        the record, from all that has been run
+
+Of some methods or settings only: methods=local+kin settings=IID+noise. Nothing more is begun after
+some time: seconds=600.
+
+A family is a set of data and one network for all, or three (``digits-three``). ``cifar`` and
+``cifar-three`` are for a GPU: add device=cuda. Stopped, it goes on where it was.
+
+Local training here is of the same clients at the same times as in the methods. ``oracle`` is
+PerFed-Kin with the true groups given: no method, but a bound for finding them.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from committed import ROOT, result
+from torch import Tensor
+
+from perfed import Execution, Experiment
+from perfed.algorithms.perfed_kin import PerFedKin, Witnesses
+from perfed.core.algorithm import algorithms
+from perfed.core.schema import from_mapping, option
+from perfed.runs.result import headline_kind
+from perfed.runs.study import Record, Shard, Study
+
+RESULTS = ROOT / "benchmarks" / "results"
+TUNING_SEEDS = (1000, 1001)
+SEEDS = (41, 42, 43, 44, 45)  # none of them had a say in the method
+
+
+@algorithms.register("kin-oracle")
+@dataclass(frozen=True)
+class Oracle(PerFedKin):
+    groups: tuple[int, ...] = option((), "the true group of each client")
+
+    def kinds(self, said: Witnesses, clients: Sequence[int]) -> Tensor:
+        true = torch.tensor([self.groups[client] for client in clients])
+        return torch.unique(true, return_inverse=True)[1]
+
+
+@algorithms.register("kin-trusting")
+@dataclass(frozen=True)
+class Trusting(PerFedKin):
+    """Without the question how well a client fits in."""
+
+    def belonging(self, said: Witnesses, kind: Tensor) -> Tensor:
+        return torch.ones(len(kind))
+
+
+@algorithms.register("kin-forgetful")
+@dataclass(frozen=True)
+class Forgetful(PerFedKin):
+    """The server remembers only who spoke in this round."""
+
+    def remembered(self, bank: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(now)
+
+
+DIGITS = {
+    "name": "kin",
+    "rounds": 60,
+    "evaluate_every": 60,
+    "clients": 30,
+    "clients_per_round": 10,
+    "selection": "uniform",
+    "data": {"name": "digits", "public": 400},
+    "models": {"architectures": [{"name": "mlp", "hidden": [64]}]},
+    "training": {"learning_rate": 0.1, "steps": 10, "batch_size": 32, "public_batch_size": 64},
+}
+CIFAR = {
+    "name": "kin",
+    "rounds": 60,
+    "evaluate_every": 60,
+    "clients": 20,
+    "clients_per_round": 10,
+    "selection": "uniform",
+    "data": {"name": "cifar10", "public": 1000, "samples": 20000},
+    "fresh_test": 1000,
+    "fresh_mix": "held",
+    "models": {"architectures": [{"name": "cnn", "batchnorm": True}]},
+    "training": {"learning_rate": 0.05, "steps": 20, "batch_size": 32, "public_batch_size": 64},
+}
+THREE_OF_DIGITS = [
+    {"name": "mlp", "hidden": [64]},
+    {"name": "mlp", "hidden": [128, 64]},
+    {"name": "cnn", "batchnorm": True},
+]
+THREE_OF_PICTURES = [{"name": "cnn", "batchnorm": True}, "cnn4", "resnet8"]
+FAMILIES: dict[str, dict[str, Any]] = {
+    "digits": DIGITS,
+    "digits-three": DIGITS | {"models": {"architectures": THREE_OF_DIGITS}},
+    "cifar": CIFAR,
+    "cifar-three": CIFAR | {"models": {"architectures": THREE_OF_PICTURES}},
+}
+IID = {"name": "iid"}
+SKEWED = {"name": "dirichlet", "minimum": 20}
+TURNED = {"name": "rotation", "groups": [1, 1, 1, 1]}
+
+
+class Setting(NamedTuple):
+    partition: dict[str, Any]
+    shift: dict[str, Any] | None = None
+
+    @property
+    def groups(self) -> int:
+        return len(self.shift["groups"]) if self.shift else 1
+
+
+SETTINGS: dict[str, Setting] = {
+    "IID": Setting(IID),
+    "Dir(0.5)": Setting(SKEWED | {"alpha": 0.5}),
+    "Dir(0.1)": Setting(SKEWED | {"alpha": 0.1}),
+    "Dir(0.01)": Setting(SKEWED | {"alpha": 0.01}),
+    "Dir(0.01), not repaired": Setting(SKEWED | {"alpha": 0.01, "repair": False}),
+    "latent groups": Setting({"name": "groups", "groups": 3}),
+    "labels permuted": Setting(IID, {"name": "labels", "groups": [1, 1, 1]}),
+    "labels permuted, Dir(0.3)": Setting(
+        SKEWED | {"alpha": 0.3}, {"name": "labels", "groups": [1, 1, 1]}
+    ),
+    "rotated, public set too": Setting(IID, TURNED | {"public": True}),
+    "rotated": Setting(IID, TURNED),
+    "noise": Setting(IID, {"name": "noise", "groups": [1, 1, 1]}),
+    "contrast": Setting(IID, {"name": "contrast", "groups": [1, 1, 1]}),
+    "20 % with other labels": Setting(IID, {"name": "labels", "groups": [8, 2]}),
+    "10 % with other labels": Setting(IID, {"name": "labels", "groups": [9, 1]}),
+    "one with other labels": Setting(IID, {"name": "labels", "groups": [0, 1]}),
+}
+WEIGHTS = {"perfed-ckt": (0.1, 0.5, 2.0, 8.0), "ditto": (0.1, 1.0, 10.0)}
+CLUSTERS = (1, 2, 3, 4)
+NARROWED = ("methods", "settings")
+
+
+def experiment(family: str, setting: str, algorithm: Mapping[str, Any], seed: int) -> Experiment:
+    values = FAMILIES[family] | {"partition": SETTINGS[setting].partition}
+    shift = SETTINGS[setting].shift
+    if shift is not None and shift["groups"][0] == 0:
+        shift = shift | {"groups": [values["clients"] - 1, 1]}
+    return from_mapping(
+        Experiment, values | {"shift": shift, "algorithm": dict(algorithm), "seed": seed}
+    )
+
+
+def tried(method: str) -> Iterator[dict[str, Any]]:
+    """Every setting of a method that is tuned."""
+    for weight in WEIGHTS[method]:
+        for clusters in CLUSTERS if method == "perfed-ckt" else (0,):
+            yield {"name": method, "weight": weight} | ({"clusters": clusters} if clusters else {})
+
+
+def label(algorithm: Mapping[str, Any]) -> str:
+    return "-".join(str(value) for value in algorithm.values())
+
+
+def trials(family: str) -> dict[str, Experiment]:
+    return {
+        folder_name(setting, label(algorithm), seed): experiment(family, setting, algorithm, seed)
+        for setting in SETTINGS
+        for method in WEIGHTS
+        for algorithm in tried(method)
+        for seed in TUNING_SEEDS
+    }
+
+
+def folder_name(setting: str, method: str, seed: int) -> str:
+    text = f"{setting}-{method}-seed{seed}"
+    return "".join(c if c.isalnum() or c in "-=." else "_" for c in text)
+
+
+def chosen(family: str, records: Mapping[str, Record]) -> dict[str, dict[str, float]]:
+    """For each setting the λ of each method, PerFed-CKT's for each c."""
+    found: dict[str, dict[str, float]] = {}
+    for setting in SETTINGS:
+        scores: dict[str, dict[float, float]] = {}
+        for method in WEIGHTS:
+            for algorithm in tried(method):
+                names = [folder_name(setting, label(algorithm), seed) for seed in TUNING_SEEDS]
+                score = statistics.mean(validation_accuracy(records[name]) for name in names)
+                clusters = algorithm.get("clusters")
+                key = method if clusters is None else f"c={clusters}"
+                scores.setdefault(key, {})[algorithm["weight"]] = score
+        found[setting] = {key: max(of, key=lambda w: of[w]) for key, of in scores.items()}
+    return found
+
+
+def validation_accuracy(record: Record) -> float:
+    """Of the last round; of a run that diverged, nothing."""
+    if "summary" not in record:
+        return 0.0
+    models = record["summary"]["models"]
+    accuracy: float = models[headline_kind(models)]["last"]["validation_accuracy"]
+    return accuracy
+
+
+def methods(family: str, setting: str, seed: int) -> dict[str, dict[str, Any]]:
+    """By name. Those with a λ only where it has been tuned."""
+    found: dict[str, dict[str, Any]] = {
+        "local": {"name": "local", "participation": "selected"},
+        "kin": {"name": "perfed-kin"},
+        "evidence": {"name": "perfed-evidence"},
+        "hypcluster c=3": {"name": "hypcluster", "clusters": 3},
+        "fedavg-ft": {"name": "fedavg-ft"},
+        "fedavg": {"name": "fedavg"},
+        "fedfomo": {"name": "fedfomo"},
+        "fedfomo, trained kept": {"name": "fedfomo", "fallback": "trained"},
+        "forgetful": {"name": "kin-forgetful"},
+        "trusting": {"name": "kin-trusting"},
+    }
+    if SETTINGS[setting].groups not in (1, 3):
+        right = SETTINGS[setting].groups
+        found["hypcluster, right c"] = {"name": "hypcluster", "clusters": right}
+    shift = experiment(family, setting, found["local"], seed).shift
+    if shift is not None:
+        groups = shift.deal(FAMILIES[family]["clients"], seed)
+        found["oracle"] = {"name": "kin-oracle", "groups": [int(group) for group in groups]}
+    if (RESULTS / f"kin_tune_{family}.json").is_file():
+        weights = result(f"kin_tune_{family}")["chosen"][setting]
+        found["ditto"] = {"name": "ditto", "weight": weights["ditto"]}
+        for clusters in CLUSTERS:
+            name = f"c={clusters}"
+            options = {"clusters": clusters, "weight": weights[name]}
+            found[name] = {"name": "perfed-ckt"} | options
+    return found
+
+
+def cells(
+    family: str, wanted: Sequence[str] = (), settings: Sequence[str] = ()
+) -> dict[str, Experiment]:
+    """All of them, or those of some methods and settings."""
+    return {
+        folder_name(setting, method, seed): experiment(family, setting, algorithm, seed)
+        for seed in SEEDS
+        for setting in settings or SETTINGS
+        for method, algorithm in methods(family, setting, seed).items()
+        if not wanted or method in wanted
+    }
+
+
+def gathered(family: str, records: Mapping[str, Record]) -> dict[str, Any]:
+    rows = []
+    for setting in SETTINGS:
+        for method in methods(family, setting, SEEDS[0]):
+            row = _row(setting, method, records)
+            if row["seeds"]:
+                rows.append({"setting": setting, "method": method} | row)
+    return {"rows": rows, "seeds": SEEDS, "tuning_seeds": TUNING_SEEDS}
+
+
+def _row(setting: str, method: str, records: Mapping[str, Record]) -> dict[str, Any]:
+    """Of every client of every seed: points above its local model, group, made by the repair."""
+    seeds, accuracy, clients, sent = [], [], [], []
+    for seed in SEEDS:
+        local = records.get(folder_name(setting, "local", seed))
+        record = records.get(folder_name(setting, method, seed))
+        if not (local and record and "summary" in record and "summary" in local):
+            continue
+        reached = record["clients"]["test_accuracy"][headline_kind(record["summary"]["models"])]
+        alone = local["clients"]["test_accuracy"]["personal"]
+        everyone = range(len(reached))
+        groups = record["clients"].get("group", [0] * len(reached))
+        repaired = record["clients"].get("repaired", [False] * len(reached))
+        seeds.append(seed)
+        accuracy.append(round(statistics.mean(reached), 5))
+        clients.append(
+            [
+                [round(100 * (reached[k] - alone[k]), 2), groups[k], int(repaired[k])]
+                for k in everyone
+            ]
+        )
+        traffic = record["summary"]["traffic"]
+        sent.append((traffic["up_bytes"] + traffic["down_bytes"]) / record["config"]["rounds"])
+    per_round = round(statistics.mean(sent)) if sent else 0
+    return {"seeds": seeds, "accuracy": accuracy, "clients": clients, "bytes_per_round": per_round}
+
+
+def write(
+    name: str, content: Mapping[str, Any], family: str, records: Mapping[str, Record]
+) -> None:
+    newest = max((r["environment"] for r in records.values()), key=lambda one: one["started"])
+    settings = {name: setting._asdict() for name, setting in SETTINGS.items()}
+    origin = {"config": FAMILIES[family], "settings": settings, "environment": newest}
+    path = RESULTS / f"{name}_{family}.json"
+    path.write_text(json.dumps(content | origin, separators=(",", ":")) + "\n", "utf-8")
+
+
+def main(action: str, family: str, *rest: str) -> None:
+    options = dict(part.split("=", 1) for part in rest if "=" in part)  # device=cuda seconds=300
+    shard = next((Shard.parse(part) for part in rest if "/" in part), None)
+    seconds = float(options.pop("seconds", "inf"))
+    chosen_cells = [list(filter(None, options.pop(key, "").split("+"))) for key in NARROWED]
+    how = Execution(**options)  # type: ignore[arg-type]
+    tuning = "tune" in (action, *rest)  # and: gather digits tune
+    folder: Path = ROOT / "runs" / f"kin-{'tune-' if tuning else ''}{family}"
+    study = Study(folder, trials(family) if tuning else cells(family, *chosen_cells))
+    if action != "gather":
+        study.run(how, shard=shard, seconds=seconds, side_by_side=how.device == "cuda")
+    records = study.records()
+    if tuning and not study.missing():
+        write("kin_tune", {"chosen": chosen(family, records)}, family, records)
+    if not tuning and (action == "gather" or not study.missing()):
+        write("kin", gathered(family, records), family, records)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

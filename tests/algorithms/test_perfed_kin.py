@@ -1,0 +1,208 @@
+"""PerFed-Kin against its formulas, written out by hand in NumPy, and what must follow from them."""
+
+import numpy as np
+import pytest
+import torch
+
+from perfed.algorithms.perfed_evidence import RIDGE, SMALLEST_PROBABILITY
+from perfed.algorithms.perfed_kin import (
+    CAP,
+    SMALLEST_SHARES,
+    PerFedKin,
+    Witnesses,
+    belonging,
+    found_kinds,
+)
+from perfed.core.algorithm import ClientInfo
+from perfed.core.message import Message
+from tests.conftest import played, simulate
+
+CLASSES = 5
+PUBLIC = 60
+
+
+def softmax(z: np.ndarray) -> np.ndarray:
+    e = np.exp(z - z.max(axis=-1, keepdims=True))
+    return e / e.sum(axis=-1, keepdims=True)
+
+
+class ByHand:
+    """The server's half, one client after the other, with every table made anew."""
+
+    def __init__(self, decisions: np.ndarray, samples: np.ndarray) -> None:
+        self.samples = np.minimum(samples, CAP * np.quantile(samples, 0.75))
+        spoken = decisions.mean(1) + SMALLEST_SHARES / decisions.shape[2]
+        self.spoken = spoken / spoken.sum(1, keepdims=True)
+        self.ratios = np.log(np.maximum(decisions, SMALLEST_PROBABILITY) / self.spoken[:, None])
+        self.voice = self.samples * (1 - (self.spoken**2).sum(1))
+
+    def table(self, members: list[int]) -> np.ndarray:
+        """Least squares over ℓ(x, ·) and an offset for every client, x after x."""
+        classes = self.spoken.shape[1]
+        ridge = RIDGE * self.samples[members].mean()
+        rows, who = [np.sqrt(ridge) * np.eye(classes, classes + len(members))], []
+        for place, k in enumerate(members):
+            row = np.zeros((classes, classes + len(members)))
+            row[:, :classes] = np.eye(classes)
+            row[:, classes + place] = 1
+            weight = np.sqrt(self.samples[k] * self.spoken[k])
+            rows.append(weight[:, None] * row)
+            who.append(weight[:, None] * self.ratios[k].T)
+        zeros = np.zeros((classes, self.ratios.shape[1]))
+        solved = np.linalg.lstsq(np.concatenate(rows), np.concatenate([zeros, *who]), rcond=None)
+        table = solved[0][:classes].T
+        return table - table.mean(1, keepdims=True)
+
+    def fit(self, k: int, members: list[int]) -> float:
+        """The correlation of client k's comparisons with those of the others."""
+        table = self.table([j for j in members if j != k])
+        weight = self.spoken[k]
+        pair = [values - (values @ weight)[:, None] for values in (self.ratios[k], table)]
+        own, told = ((np.sqrt(weight) * values).ravel() for values in pair)
+        return float(own @ told / np.sqrt(own @ own * (told @ told)))
+
+    def belonging(self, k: int, members: list[int]) -> float:
+        fits = np.array([self.fit(j, members) for j in members])
+        usual = max(0.05, fits @ self.voice[members] / self.voice[members].sum())
+        mine = (self.voice[k] * self.fit(k, members) + usual) / (self.voice[k] + 1)
+        return float(np.clip(4 * mine / usual - 1, 0, 1))
+
+
+def world(
+    kinds: list[int], noise: float = 1.0, seed: int = 0, classes: int = CLASSES
+) -> tuple[np.ndarray, np.ndarray]:
+    """Soft decisions of witnesses who see the same thing, each with errors of its own; in kind g
+    every label is the one g places further on."""
+    random = np.random.default_rng(seed)
+    truth = 1.5 * random.normal(size=(PUBLIC, classes))
+    said = [np.roll(truth, kind, axis=1) for kind in kinds]
+    errors = noise * random.normal(size=(len(kinds), PUBLIC, classes))
+    return softmax(np.array(said) + errors), random.integers(10, 60, size=len(kinds)).astype(float)
+
+
+def heard(decisions: np.ndarray, samples: np.ndarray) -> Witnesses:
+    return Witnesses.hear(torch.tensor(decisions), torch.tensor(samples))
+
+
+def skewed(decisions: np.ndarray, seed: int = 1) -> np.ndarray:
+    """The same of clients who know some classes only."""
+    random = np.random.default_rng(seed)
+    mixes = random.dirichlet(np.full(decisions.shape[2], 0.3), size=len(decisions))
+    weighted = decisions * (mixes[:, None] + 1e-6)
+    return np.asarray(weighted / weighted.sum(2, keepdims=True))
+
+
+@pytest.mark.parametrize("change", [lambda decisions: decisions, skewed])
+def test_fit_and_table_are_those_written_by_hand(change) -> None:
+    decisions, samples = world([0, 0, 1, 1, 0, 1])
+    decisions, samples[2] = change(decisions), 1e9  # counts like CAP times the upper quartile
+    said, plain = heard(decisions, samples), ByHand(decisions, samples)
+    members = [0, 1, 2, 4]
+    chosen = torch.zeros(6, dtype=torch.bool)
+    chosen[members] = True
+    assert np.allclose(said.table(chosen).numpy(), plain.table(members), atol=1e-8)
+    wanted = [plain.fit(k, members) for k in range(6)]  # of those who are not members, too
+    assert np.allclose(said.fit(chosen).numpy(), wanted, atol=1e-8)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("kinds", [[0] * 12, [0] * 40], ids=["12 clients", "40 clients"])
+def test_clients_of_one_kind_stay_together(kinds: list[int], seed: int) -> None:
+    """However much they err: half of them would be poorer witnesses."""
+    for noise in (0.5, 2.0, 5.0):
+        assert len(found_kinds(heard(*world(kinds, noise, seed)), 2.0).unique()) == 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "kinds",
+    [[0, 1] * 5, [0, 1, 2] * 5, [0] * 16 + [1] * 4, [0] * 38 + [1] * 2],
+    ids=["two", "three", "a fifth", "two of forty"],
+)
+def test_kinds_are_found(kinds: list[int], seed: int) -> None:
+    found = found_kinds(heard(*world(kinds, 1.0, seed)), 2.0).tolist()
+    pairs = set(zip(kinds, found, strict=True))
+    assert len(pairs) == len(set(kinds)) == len(set(found))
+
+
+def test_other_labels_alone_make_no_kind() -> None:
+    """Clients that share few classes, or none, have no reason to part."""
+    decisions, samples = world([0] * 20)
+    assert len(found_kinds(heard(skewed(decisions), samples), 2.0).unique()) == 1
+
+
+def test_the_order_of_clients_does_not_matter() -> None:
+    decisions, samples = world([0, 1, 2] * 5)
+    order = np.random.default_rng(0).permutation(15)
+    found = found_kinds(heard(decisions, samples), 2.0).numpy()
+    again = found_kinds(heard(decisions[order], samples[order]), 2.0).numpy()
+    assert len(set(zip(found[order], again, strict=True))) == 3
+
+
+def test_who_is_alone_with_its_labels_cannot_rely_on_others() -> None:
+    decisions, samples = world([0] * 14 + [1])
+    said = heard(decisions, samples)
+    kind = found_kinds(said, 2.0)
+    assert len(kind.unique()) == 1
+    trust = belonging(said, kind)
+    assert float(trust[-1]) < 0.1
+    assert (trust[:-1] == 1).all()
+
+
+def test_a_client_that_lies_about_its_samples_counts_like_four_others() -> None:
+    decisions, samples = world([0] * 9)
+    samples[:] = 20
+    decisions[0], everyone = np.roll(decisions[0], 2, axis=1), torch.ones(9, dtype=torch.bool)
+    lied, four = samples.copy(), samples.copy()
+    lied[0], four[0] = 1e12, CAP * 20
+    tables = [heard(decisions, of).table(everyone) for of in (lied, four)]
+    assert torch.allclose(*tables, atol=1e-9)
+
+
+def test_two_classes() -> None:
+    decisions, samples = world([0, 1] * 6, classes=2)
+    found = found_kinds(heard(decisions, samples), 2.0).tolist()
+    assert len(set(zip([0, 1] * 6, found, strict=True))) == len(set(found)) == 2
+
+
+@pytest.mark.usefixtures("float64")
+def test_two_rounds_by_hand() -> None:
+    """The server's state and what it sends, from what clients sent."""
+    simulation = played(2, algorithm="perfed-kin", models={"architectures": ["mlp", "cnn"]})
+    state = simulation.progress.state
+    bank = {name: dict(sent) for name, sent in state["bank"].items()}
+    decisions = np.array([sent["soft_decisions"].cpu().numpy() for sent in bank.values()])
+    samples = np.array([float(sent["samples"]) for sent in bank.values()])
+    plain = ByHand(decisions, samples)
+    for row, name in enumerate(bank):
+        kind = int(state["kind"][name])
+        members = [j for j, other in enumerate(bank) if int(state["kind"][other]) == kind]
+        gains = np.mean([list(bank.values())[j]["gains"].cpu().numpy() for j in members], axis=0)
+        told = simulation.algorithm.broadcast(
+            simulation.server(0), state, ClientInfo(int(name), "mlp", int(samples[row]))
+        )
+        assert np.allclose(told["evidence"].cpu().numpy(), plain.table(members), atol=1e-6)
+        trust = plain.belonging(row, members) if len(members) > 1 else 1.0
+        assert np.allclose(told["gains"].cpu().numpy(), trust * gains, atol=1e-6)
+
+
+def test_nobody_is_taught_before_anybody_was_heard() -> None:
+    simulation = simulate(algorithm="perfed-kin")
+    told = simulation.algorithm.broadcast(simulation.server(0), {}, ClientInfo(0, "mlp", 5))
+    assert told == Message()
+
+
+def test_of_a_stranger_only_the_share_of_the_largest_kind_is_known() -> None:
+    state = {
+        "tables": torch.tensor([[[0.0]], [[1.0]]]),
+        "prior": torch.tensor([[[2.0]], [[4.0]]]),
+        "kind": {"0": torch.tensor(0)},
+        "belongs": {"0": torch.tensor(0.5)},
+        "largest": torch.tensor(1),
+        "share": torch.tensor(0.75),
+    }
+    method, server = PerFedKin(), simulate().server(0)
+    heard_of = method.broadcast(server, state, ClientInfo(0, "mlp", 5))
+    stranger = method.broadcast(server, state, ClientInfo(7, "mlp", 5))
+    assert (float(heard_of["evidence"]), float(heard_of["gains"])) == (0.0, 1.0)
+    assert (float(stranger["evidence"]), float(stranger["gains"])) == (1.0, 3.0)
