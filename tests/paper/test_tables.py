@@ -1,6 +1,5 @@
 """Tables 1 and 2: what is printed, what is run, what is shown."""
 
-import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typer.testing import CliRunner
 
 from perfed.cli import app, paper
 from perfed.core.layout import Table
-from perfed.data import build_federation
 from perfed.paper.published import GRID, TABLE_1, TABLE_2
 from perfed.paper.reproduce import SINGLE
 from perfed.paper.tables import (
@@ -188,9 +186,29 @@ def test_methods_that_use_validation_samples_have_a_chosen_round_only_with_a_sec
     assert cell(accuracy, "FedFomo", "chosen") == "50.0"
 
 
-def test_the_committed_list_of_repaired_clients_is_the_partitions(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_table_without_repair(tmp_path: Path) -> None:
+    """Clients that the partition leaves too few samples are left out, and nobody is repaired."""
+    command = ["reproduce", "table1", "--quick", "--rounds", "1", "--seeds", "0"]
+    options = ["--without-repair", "--methods", "local,fedavg", "--out", str(tmp_path)]
+    done = CliRunner().invoke(app, [*command, *options])
+    assert done.exit_code == 0, done.output
+    records = json.loads((tmp_path / "table1-paper-without-repair.json").read_text())
+    assert set(records) == {
+        f"paper-without-repair-C0.333-{name}-seed0" for name in ("local", "fedavg")
+    }
+    clients = records["paper-without-repair-C0.333-local-seed0"]["clients"]
+    count = len(clients["train_size"])
+    assert count < 30
+    assert not any(clients.get("repaired", ()))
+    assert f"CIFAR-10, {count} clients" in done.output
+    left = TableRun(repair=False)
+    local, others = (left.experiment({"name": name}, 0.1, 0) for name in ("local", "fedavg"))
+    assert not local.partition.repair
+    assert local.algorithm.participation == "selected"  # as many steps as the others make
+    assert local.rounds == others.rounds == 500
+
+
+def test_the_committed_list_of_repaired_clients_is_the_partitions() -> None:
     """Its samples are not here, but figure 2 has the labels of seed 0 and sums of other seeds."""
     known = json.loads((RESULTS / "repaired.json").read_text())
     figure2 = json.loads((RESULTS / "figure2.json").read_text())
@@ -200,16 +218,6 @@ def test_the_committed_list_of_repaired_clients_is_the_partitions(
         at_the_minimum, moved = figure2["at_the_minimum"][int(seed)], figure2["moved"][int(seed)]
         assert len(clients) <= at_the_minimum  # some were drawn just 20, or gave until 20 were left
         assert 20 * len(clients) >= moved
-    monkeypatch.syspath_prepend(str(RESULTS.parent))
-    repaired_clients = importlib.import_module("repaired").repaired_clients
-    experiment = table_run(1, quick=True).experiment({"name": "local"}, 1 / 3, 0)
-    facts = build_federation(
-        experiment.data, experiment.partition, experiment.split, experiment.clients, 0
-    ).partition_facts
-    found = repaired_clients(experiment)
-    assert found
-    assert {int(facts["sizes"][client]) for client in found} == {facts["minimum"]}
-    assert len(found) <= facts["moved_to_minimum"] <= facts["minimum"] * len(found)
 
 
 def test_the_whole_table_by_its_command(tmp_path: Path) -> None:
@@ -223,8 +231,9 @@ def test_the_whole_table_by_its_command(tmp_path: Path) -> None:
     records = json.loads((tmp_path / "table2-paper.json").read_text())
     assert len(records) == 8
     assert "PerFed-CKT (c=4)" in done.output
-    architectures = next(iter(records.values()))["clients"]["architecture"]
-    assert len(set(architectures)) == 3
+    clients = next(iter(records.values()))["clients"]
+    assert set(clients["repaired"]) == {True, False}  # each has a column
+    assert len(set(clients["architecture"])) == 3
     again = CliRunner().invoke(app, [*command, str(tmp_path), "--seconds", "0"])
     assert again.stdout == done.stdout  # nothing is run again
 

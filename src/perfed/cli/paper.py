@@ -92,6 +92,14 @@ def reproduce(
             "'chosen' is held-out evidence.",
         ),
     ] = False,
+    without_repair: Annotated[
+        bool,
+        typer.Option(
+            "--without-repair",
+            help="Tables: leave out clients without enough samples, instead of giving them some "
+            "of the largest clients'.",
+        ),
+    ] = False,
     methods: Annotated[
         str | None,
         typer.Option(metavar="NAME,…", help="Tables: run only these: local,perfed-ckt-3,…"),
@@ -127,6 +135,7 @@ def reproduce(
             None if fractions is None else parse_numbers(fractions, "--fractions"),
             None if seeds is None else parse_seeds(seeds),
             second_validation,
+            not without_repair,
         )
 
     few = methods.split(",") if methods else ()

@@ -69,6 +69,8 @@ class TableRun:
     seeds: tuple[int, ...] = (0, 1, 2)
     rounds: int = 500
     selection: Literal["uniform", "by-size"] = "uniform"
+    repair: bool = True
+    """Whether clients without enough samples get some, or are left out."""
     second_validation: bool = False
     """Whether half of the validation samples are kept from methods that use them themselves."""
     quick: bool = False
@@ -80,9 +82,14 @@ class TableRun:
     @property
     def title(self) -> str:
         """What its files are called."""
-        ending = "" if self.selection == "uniform" else f"-{self.selection}"
-        ending += "-second-validation" if self.second_validation else ""
-        return f"table{self.table}-{self.settings}{ending}"
+        ending = "-second-validation" if self.second_validation else ""
+        return f"table{self.table}-{self._how}{ending}"
+
+    @property
+    def _how(self) -> str:
+        """What all its runs have in common."""
+        parts = [self.settings, *([self.selection] if self.selection != "uniform" else [])]
+        return "-".join([*parts, *([] if self.repair else ["without-repair"])])
 
     def published_fraction(self, fraction: float) -> float:
         """The paper's column beside which a fraction is shown."""
@@ -111,9 +118,8 @@ class TableRun:
         )
 
     def name(self, spec: Mapping[str, Any], fraction: float, seed: int) -> str:
-        how = self.settings if self.selection == "uniform" else f"{self.settings}-{self.selection}"
         method = method_name(spec) + ("-second-validation" if self._holds_out_of(spec) else "")
-        return f"{how}-C{fraction:.3g}-{method}-seed{seed}"
+        return f"{self._how}-C{fraction:.3g}-{method}-seed{seed}"
 
     def _holds_out_of(self, spec: Mapping[str, Any]) -> bool:
         """The runs of all other methods are the same with and without."""
@@ -138,13 +144,18 @@ class TableRun:
             values["models"] = {"architectures": HETEROGENEOUS["quick" if self.quick else "full"]}
         elif self.quick:
             values["models"] = ["mlp"]
+        if not self.repair:
+            values["partition"] = {**values["partition"], "repair": False}
         if self._holds_out_of(spec):
             values["split"] = {**values.get("split", {}), "second_validation": True}
         if spec["name"] == "perfed-ckt":
             values["algorithm"]["weight"] = 1.0 if self.quick else WEIGHT
         if spec["name"] == "feddf" and not self.quick:
             values["algorithm"]["steps"] = DISTILLATION_STEPS
-        if spec["name"] == "local":
+        if spec["name"] == "local" and not self.repair:
+            # How many clients are left is not known here: it trains those that the others train.
+            values["algorithm"]["participation"] = "selected"
+        elif spec["name"] == "local":
             # Every client trains, whatever C is, as in the paper: as often as it would be selected.
             values["rounds"] = max(1, round(self.rounds * fraction))
             values["evaluate_every"] = max(1, round(values["evaluate_every"] * fraction))
@@ -319,11 +330,11 @@ def _accuracy_table(chosen: TableRun, fraction: float, here: Sequence[Finding]) 
                 "–" if published_cost is None else f"{published_cost:g}",
             ]
         )
-    config = here[-1].records[0]["config"]
+    clients = len(here[-1].records[0]["clients"]["train_size"])
     what = "handwritten digits in the place of CIFAR-10, " if chosen.quick else ""
     title = (
         f"Table {chosen.table}, C={fraction:.2g}, {chosen.settings} settings: {what}"
-        f"{config['clients']} clients {_SELECTED[chosen.selection]}, "
+        f"{clients} clients {_SELECTED[chosen.selection]}, "
         f"{chosen.rounds} rounds"
     )
     return Table(title, header, rows, ACCURACY_NOTE)
@@ -468,6 +479,7 @@ def with_options(
     fractions: Sequence[float] | None = None,
     seeds: Sequence[int] | None = None,
     second_validation: bool = False,
+    repair: bool = True,
 ) -> TableRun:
     """``chosen`` with what a user asked for instead."""
     if settings is not None and settings not in ("paper", "tuned"):
@@ -480,6 +492,7 @@ def with_options(
         "rounds": rounds,
         "fractions": None if fractions is None else tuple(fractions),
         "seeds": None if seeds is None else tuple(seeds),
-        "second_validation": second_validation or None,
+        "second_validation": second_validation,
+        "repair": repair,
     }
     return replace(chosen, **{key: value for key, value in changes.items() if value is not None})
