@@ -1,7 +1,8 @@
 """Figures of the documentation, each with a stamp that says which numbers it shows.
 
 A picture's bytes differ with the version of matplotlib. So what is compared is the stamp: a digest
-of the points and words that are drawn.
+of the points and words that are drawn. A picture of which only the look is to change is deleted
+first.
 """
 
 from __future__ import annotations
