@@ -49,7 +49,8 @@ class Oracle(PerFedKin):
 
     def kinds(self, said: Witnesses, clients: Sequence[int]) -> Tensor:
         true = torch.tensor([self.groups[client] for client in clients])
-        return torch.unique(true, return_inverse=True)[1]
+        kinds: Tensor = torch.unique(true, return_inverse=True)[1]
+        return kinds
 
 
 @algorithms.register("kin-trusting")
@@ -293,7 +294,7 @@ def write(
     settings = {name: setting._asdict() for name, setting in SETTINGS.items()}
     origin = {"config": FAMILIES[family], "settings": settings, "environment": newest}
     path = RESULTS / f"{name}_{family}.json"
-    path.write_text(json.dumps(content | origin, separators=(",", ":")) + "\n", "utf-8")
+    path.write_text(json.dumps({**content, **origin}, separators=(",", ":")) + "\n", "utf-8")
 
 
 def main(action: str, family: str, *rest: str) -> None:

@@ -1,6 +1,7 @@
 """Whatever a user's data comes as, the same samples arrive, and what is wrong is one clear line."""
 
 import logging
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from perfed import Split, datasets, partitions
 from perfed.core.errors import ConfigError
 from perfed.core.notices import say_once
 from perfed.data import build_federation
-from perfed.data.datasets import Samples
+from perfed.data.datasets import Samples, scaled
 from perfed.data.likeness import check_alike, oddities
 from tests.conftest import tiny
 from tests.data import own_files
@@ -95,6 +96,28 @@ def test_every_source_can_be_the_public_set(tmp_path: Path, kind: str) -> None:
     again = load(**all_sources["npz"], public=public, seed=3).public_index
     assert np.array_equal(samples.public_index, again)
     assert len(samples.origin["public"]["hash"]) == 32
+
+
+def test_numbers_are_in_memory_once(tmp_path: Path) -> None:
+    """While a file is read, too; to look for what is not finite takes a quarter more."""
+    x = np.ones((500, 3, 32, 32), np.float32)
+    np.savez(tmp_path / "all.npz", x=x, y=np.arange(500) % 10)
+    tracemalloc.start()
+    try:
+        samples = load(name="npz", path=str(tmp_path / "all.npz"))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert np.array_equal(samples.x, x)
+    assert peak < 1.5 * x.nbytes
+
+
+def test_numbers_of_a_mapped_file_are_read(tmp_path: Path) -> None:
+    """torch wants arrays that can be written to."""
+    np.save(tmp_path / "x.npy", np.ones((4, 2), np.float32))
+    found = scaled(np.load(tmp_path / "x.npy", mmap_mode="r"))
+    assert found.flags.writeable
+    assert not isinstance(found.base, np.memmap)
 
 
 def test_a_public_set_needs_no_labels(tmp_path: Path) -> None:

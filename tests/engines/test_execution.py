@@ -20,6 +20,7 @@ from perfed.core.errors import ConfigError, RunError
 from perfed.engines import SequentialEngine
 from perfed.engines.execution import fitting_threads
 from perfed.engines.stacked import StackedEngine
+from perfed.engines.work import forward_flops
 from perfed.runs.comparison import resume_comparison
 from perfed.runs.directory import RunDirectory
 from perfed.runs.simulation import Simulation, as_recorded
@@ -167,6 +168,17 @@ def test_large_layers_use_all_threads_where_clients_do_not(monkeypatch: pytest.M
             found[how.engine, large] = fitting_threads(population)
     assert found.pop(("sequential", True)) == 4
     assert set(found.values()) == {1}
+
+
+def test_what_a_network_computes_is_counted() -> None:
+    """A multiplication and an addition for each weight, and each time it is used."""
+    steps, channels = 20, 16
+    sequence, picture = torch.zeros(1, steps, channels), torch.zeros(1, 3, 8, 8)
+    assert forward_flops(nn.Linear(64, 10), torch.zeros(1, 64)) == 2 * 64 * 10
+    assert forward_flops(nn.Conv2d(3, 5, 3, padding=1), picture) == 2 * 8 * 8 * 5 * 3 * 3 * 3
+    for kind, gates in ((nn.RNN, 1), (nn.GRU, 3), (nn.LSTM, 4)):
+        layer = kind(channels, 32, batch_first=True)
+        assert forward_flops(layer, sequence) == 2 * steps * gates * 32 * (channels + 32)
 
 
 def test_a_run_says_how_it_was_executed_and_goes_on_so(tmp_path: Path) -> None:

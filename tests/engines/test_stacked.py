@@ -184,8 +184,11 @@ def test_every_algorithm_is_the_same_in_float64(name: str, models: Any) -> None:
 
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("name", list(perfed.algorithms))
-def test_stacks_side_by_side_on_threads_are_the_same(name: str) -> None:
+def test_stacks_side_by_side_on_threads_are_the_same(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ten clients of three architectures a round, so that some stacks are cut in two."""
+    monkeypatch.setattr(stacked_engine_module, "WORTH_THREADS", 0)
     size = {"clients": 15, "clients_per_round": 10}
     experiment = tiny(algorithm=spec(name), models=MIXED, training={"steps": 5}, **size)
     reference = play(Simulation(experiment, how=SEQUENTIAL))
@@ -194,6 +197,20 @@ def test_stacks_side_by_side_on_threads_are_the_same(name: str) -> None:
     if name != "majority":  # which does not train
         assert any(kept.ready for kept in threaded.engine.recordings.values())  # type: ignore[attr-defined]
     threaded.engine.close()
+
+
+def test_threads_are_woken_for_what_is_worth_it() -> None:
+    """Three clients, two steps each, eight samples a step; backward counts as twice forward."""
+    flops = 3 * 2 * 8 * 3 * 2 * (64 * 64 + 64 * 10)
+    shape = {"models": [{"name": "mlp", "hidden": [64]}], "training": {"steps": 2, "batch_size": 8}}
+    experiment = tiny(algorithm="fedavg", clients_per_round=3, **shape)
+    for worth, woken in ((flops + 1, False), (flops, True)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(stacked_engine_module, "WORTH_THREADS", worth)
+            engine = StackedEngine(threads=2)
+            play(Simulation(experiment, how=STACKED, engine=engine), 1)
+        assert (engine._pool is not None) == woken
+        engine.close()
 
 
 class PoolingAfterRelu(nn.Sequential):
@@ -235,6 +252,7 @@ def test_large_networks_run_one_client_at_a_time_and_are_the_same(
 ) -> None:
     """Alone in a stack, on threads, and played back; a ReLU changes places with pooling."""
     monkeypatch.setattr("perfed.engines.population.LARGE_STEP", 0)
+    monkeypatch.setattr(stacked_engine_module, "WORTH_THREADS", 0)
     models = [f"{__name__}:{own}" for own in ("Odd", "PoolingAfterRelu", "WithDropout")]
     size = {"clients": 9, "clients_per_round": 6}
     experiment = tiny(algorithm=spec(name), models=models, training={"steps": 6}, **size)
@@ -253,6 +271,26 @@ def test_a_recording_is_the_same_whatever_the_size_of_the_stack(name: str) -> No
     experiment = tiny(algorithm=spec(name), models=MIXED, training={"steps": 3, "decay": 0.5})
     reference = play(Simulation(experiment, how=SEQUENTIAL), 4)
     assert_same(play(recording(experiment), 4), reference, 1e-8)
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("large", [False, True])
+def test_samples_in_chunks_give_the_same(large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of four samples of a client, enough of them that most come from a tape."""
+    if large:
+        monkeypatch.setattr("perfed.engines.population.LARGE_STEP", 0)
+    experiment = tiny(algorithm="hypcluster", models=["cnn"])
+    numbers = []
+    for chunks in (False, True):
+        with monkeypatch.context() as patch:
+            if chunks:
+                patch.setattr(stacked_engine_module, "SAMPLES_AT_ONCE", 12)
+                patch.setattr(stacked_engine_module, "SAMPLES_ALONE", 4)
+            numbers.append(contents(play(Simulation(experiment, how=STACKED))))
+    whole, in_chunks = numbers
+    assert whole.keys() == in_chunks.keys()
+    for name, tensor in whole.items():
+        torch.testing.assert_close(tensor, in_chunks[name], rtol=1e-10, atol=1e-10)
 
 
 def limit_memory(monkeypatch: pytest.MonkeyPatch, clients: int) -> None:

@@ -115,6 +115,7 @@ def find_not_finite(
 Tree = dict[str, Any]  # str → Tensor | Weights | Tree
 
 
+@functools.lru_cache(maxsize=4096)  # names of parameters, mostly
 def escaped(name: str) -> str:
     """A name as one level of a path (a network's may be a file's); ``unquote`` is the inverse."""
     return name.replace("%", "%25").replace("/", "%2F")

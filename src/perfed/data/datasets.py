@@ -110,14 +110,15 @@ def hold_out_public(
         )
     order = numpy_stream(seed, "public-set").permutation(len(x))
     public_index, index = np.sort(order[:public]), np.sort(order[public:])
+    private = index if public else slice(None)  # without a copy
     return Samples(
-        x=x[index],
-        y=y[index],
+        x=x[private],
+        y=y[private],
         index=index,
         public_x=x[public_index],
         public_index=public_index,
         classes=int(y.max()) + 1,
-        client_ids=None if client_ids is None else client_ids[index],
+        client_ids=None if client_ids is None else client_ids[private],
     )
 
 
@@ -180,16 +181,21 @@ def drawn(count: int, total: int, seed: int, purpose: str) -> np.ndarray:
 
 def stored(x: np.ndarray, tokens: Tokens | None) -> np.ndarray:
     """As a federation holds samples: tokens as integers, all else as float32."""
-    return x.astype(np.int64) if tokens else scaled(x)
+    return _of_type(x, np.int64) if tokens else scaled(x)
 
 
 def scaled(x: np.ndarray) -> np.ndarray:
     """As float32; bytes from −1 to 1. In place, since a set may take much of the memory."""
-    result = x.astype(np.float32)
+    result = _of_type(x, np.float32)
     if x.dtype == np.uint8:
         result /= 127.5
         result -= 1
     return result
+
+
+def _of_type(x: np.ndarray, dtype: type[np.generic]) -> np.ndarray:
+    """Copied only where it must be; what is read from a mapped file is read now."""
+    return x.astype(dtype, copy=not x.flags.writeable)
 
 
 @datasets.register("digits")

@@ -86,6 +86,12 @@ class Sgd:
     def by_epochs(self) -> bool:
         return self.client.population.training.epochs > 0
 
+    @property
+    def flops(self) -> int:
+        """Floating-point operations, counted and not measured."""
+        networks = self.labels().values()
+        return self.steps * sum(map(self.client.population.step_flops, networks))
+
     def labels(self) -> dict[str, str]:
         """The label of each network's architecture."""
         return {name: self.client.label(name) for name in self.models}
@@ -139,6 +145,13 @@ class Forward:
     @property
     def public(self) -> bool:
         return self.where is None
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations, counted and not measured."""
+        population = self.client.population
+        samples = population.public_x if self.where is None else self.where
+        return len(samples) * population.forward_flops(self.label)
 
     @property
     def label(self) -> str:

@@ -160,17 +160,21 @@ class Population:
 
     def is_large(self, labels: Iterable[str]) -> bool:
         """Whether a client's training step with these networks keeps a core busy."""
-        return any(self._step_flops(label) >= LARGE_STEP for label in labels)
+        return any(self.step_flops(label) >= LARGE_STEP for label in labels)
 
-    def _step_flops(self, label: str) -> int:
-        """Of one client: backward is about twice forward."""
-        if label not in self._forward_flops:
-            one = self.inputs.zeros(1, self.device)
-            self._forward_flops[label] = forward_flops(self.modules[label], one)
+    def step_flops(self, label: str) -> int:
+        """Of one client's training step: backward is about twice forward."""
         samples = self.training.batch_size
         if self.algorithm.trains_on_public_set:
             samples += self.training.public_batch_size
-        return 3 * samples * self._forward_flops[label]
+        return 3 * samples * self.forward_flops(label)
+
+    def forward_flops(self, label: str) -> int:
+        """Of one sample."""
+        if label not in self._forward_flops:
+            one = self.inputs.zeros(1, self.device)
+            self._forward_flops[label] = forward_flops(self.modules[label], one)
+        return self._forward_flops[label]
 
     # Samples go to the device when they are first used: where clients live elsewhere, never.
 

@@ -47,6 +47,8 @@ class _Counter(DispatchMode):
             self.flops += 2 * made.numel() * args[0].shape[-1]
         elif kind in (_aten.addmm, _aten.baddbmm):
             self.flops += 2 * made.numel() * args[1].shape[-1]
+        elif kind is _aten.mkldnn_rnn_layer:  # one layer of an LSTM, over all of a sequence
+            self.flops += 2 * args[0].shape[:2].numel() * (args[1].numel() + args[2].numel())
         elif kind is _aten._scaled_dot_product_flash_attention_for_cpu:
             self.flops += 4 * args[0].numel() * args[1].shape[-2]
         return made

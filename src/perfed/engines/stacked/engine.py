@@ -64,6 +64,9 @@ SAMPLES_ALONE = 128
 SAMPLES_OF_EACH = 512
 """The same in a recording, of each client."""
 MOST_RECORDINGS = 256
+WORTH_THREADS = 100e6
+"""Floating-point operations of all that waits for an answer, from which more threads than one are
+woken: fewer take a core some milliseconds."""
 Member = TypeVar("Member")
 
 log = logging.getLogger("perfed")
@@ -176,26 +179,33 @@ class StackedEngine(LocalEngine):
     def _answer(self, requests: Sequence[Request]) -> list[Any]:
         if len(self.recordings) > MOST_RECORDINGS:
             self.recordings.clear()
+        threads = self._threads_for(requests)
         stacks: list[Stack] = []
         for kind, group in grouped(requests):
             if isinstance(group[0], Sgd):
-                stacks += self._train(kind, group)  # type: ignore[arg-type]
+                stacks += self._train(kind, group, threads)  # type: ignore[arg-type]
             else:
-                stacks += self._forward(kind, group)  # type: ignore[arg-type]
+                stacks += self._forward(kind, group, threads)  # type: ignore[arg-type]
         answers: dict[int, Any] = {}
-        for answered in self._computed(stacks):
+        for answered in self._computed(stacks, threads):
             answers |= answered
         return [answers[id(request)] for request in requests]
 
-    def _computed(self, stacks: Sequence[Stack]) -> Iterator[dict[int, Any]]:
+    def _threads_for(self, requests: Sequence[Request]) -> int:
+        """By what is counted: what a clock says would change from run to run."""
+        if self._threads == 1 or sum(request.flops for request in requests) < WORTH_THREADS:
+            return 1
+        return self._threads
+
+    def _computed(self, stacks: Sequence[Stack], threads: int) -> Iterator[dict[int, Any]]:
         """What each stack answers. What needs no Python runs side by side."""
-        if self._threads == 1 or self._record:
+        if threads == 1 or self._record:
             for stack in stacks:
                 with self.precision.active(stack.device):
                     yield stack.begin()()
             return
         rest = [self._begun(stack) for stack in stacks]
-        each = max(1, self._threads // max(1, len(rest)))
+        each = max(1, threads // max(1, len(rest)))
 
         def finish(one: Callable[[], dict[int, Any]]) -> dict[int, Any]:
             torch.set_num_threads(each)  # of operations in this thread
@@ -213,7 +223,7 @@ class StackedEngine(LocalEngine):
         with self.precision.active(stack.device):
             return stack.begin()
 
-    def _train(self, kind: Hashable, group: list[Sgd]) -> Iterator[Stack]:
+    def _train(self, kind: Hashable, group: list[Sgd], threads: int) -> Iterator[Stack]:
         population, labels = group[0].client.population, group[0].labels()
         samples, starts = self._all_samples(population)
         alone = group[0].sample_clip is None and self._is_large(population, labels.values())
@@ -223,7 +233,7 @@ class StackedEngine(LocalEngine):
             self._steps[kind] = StackedStep(lone or stacked, group[0], alone)
         group = sorted(group, key=lambda request: request.steps)  # few wait for others to finish
         label = next(iter(labels.values()))
-        lanes = 1 if alone else self._lanes_for(label, len(group))
+        lanes = 1 if alone else self._lanes_for(label, len(group), threads)
         for start in range(0, len(group), lanes):
             stack = group[start : start + lanes]
             train = functools.partial(self._begin_training, kind, samples, starts)
@@ -306,7 +316,7 @@ class StackedEngine(LocalEngine):
 
         return answers
 
-    def _forward(self, kind: Hashable, group: list[Forward]) -> Iterator[Stack]:
+    def _forward(self, kind: Hashable, group: list[Forward], threads: int) -> Iterator[Stack]:
         population, what, label = group[0].client.population, group[0].what, group[0].label
         module: StackedModule | LoneModule = self.module_of(population, label)
         samples, starts = self._all_samples(population)
@@ -314,9 +324,9 @@ class StackedEngine(LocalEngine):
         alone = self._is_large(population, [label])
         if alone and isinstance(module, StackedModule):
             module = module.alone
-        parts = self._threads if alone and not group[0].public else 1
+        parts = threads if alone and not group[0].public else 1
         models = sorted(distinct_models(group, starts, parts), key=lambda model: len(model.where))
-        lanes = 1 if alone else self._lanes_for(label, len(models))
+        lanes = 1 if alone else self._lanes_for(label, len(models), threads)
         for start in range(0, len(models), lanes):
             stack = models[start : start + lanes]
             forward = functools.partial(self._begin_forward, kind, module, what, table)
@@ -375,11 +385,11 @@ class StackedEngine(LocalEngine):
             return False
         return population.is_large(labels)
 
-    def _lanes_for(self, label: str, count: int) -> int:
+    def _lanes_for(self, label: str, count: int, threads: int) -> int:
         """How many clients one stack holds. A recording has room for the expected number, divided
         evenly if that is more than ``MOST_LANES``. Otherwise all clients form one stack, or one for
         each thread if each thread then has at least two."""
-        most = count if count < 2 * self._threads else -(-count // self._threads)
+        most = count if count < 2 * threads else -(-count // threads)
         if self._record:
             most = self._expected.get(label, 0) or MOST_LANES
         stacks = -(-most // min(MOST_LANES, self._room.get(label, MOST_LANES)))

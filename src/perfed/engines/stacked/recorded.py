@@ -29,6 +29,7 @@ from perfed.engines.stacked.stack import (
     Samples,
     StackedModule,
     StackedStep,
+    samples_at,
     unstack,
 )
 from perfed.engines.stacked.tape import Taped, TapedSteps
@@ -243,7 +244,7 @@ class TapedTraining:
             first, done = done, min(later) if self.ready else done + 1
             self._taped.steps(first, done, *tensors)
             finished = [lane for lane, count in enumerate(draws.counts) if count == done]
-            yield unstack(moving, finished)
+            yield unstack(moving, finished, copied=len(draws.counts) > 1)
 
     def _one_step(self, *tensors: Tensor) -> None:
         *first, public_start, rate = tensors
@@ -276,17 +277,20 @@ class TapedForward:
 
     def begin(self, tensors: Mapping[str, Tensor], where: Tensor) -> Callable[[], Tensor]:
         """As for training, chunk by chunk."""
-        parts: list[Tensor] = []
+        rows: list[Tensor] = []
         chunks = self._chunks(tensors, where)
-        _go_on_until(lambda: self.ready, chunks, parts.append)
+        _go_on_until(lambda: self.ready, chunks, rows.append)
 
         def finish() -> Tensor:
-            parts.extend(chunks)
-            return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+            rows.extend(chunks)
+            return rows[-1]
 
         return finish
 
     def _chunks(self, tensors: Mapping[str, Tensor], where: Tensor) -> Iterator[Tensor]:
+        """The rows of all samples, which each chunk fills further. A few rows kept from every chunk
+        would lie between its large tensors, where the next chunk's then do not fit: memory grew."""
+        every, done = torch.empty(0), 0
         for part in torch.split(where, self._at_once, dim=1):
             count = part.shape[1]
             if self._alone:  # the last chunk like the others, that it needs no tape of its own
@@ -294,15 +298,20 @@ class TapedForward:
             taped = self._taped.setdefault(part.shape[1], Taped(self._forward))
             rows = taped(part.clone(), *tensors.values())
             assert rows is not None
-            yield rows[:, :count]
+            if not done:
+                every = rows.new_empty(len(rows), where.shape[1], *rows.shape[2:])
+            every[:, done : done + count] = rows[:, :count]
+            done += count
+            del rows
+            yield every
 
     @torch.no_grad()
     def _forward(self, where: Tensor, *tensors: Tensor) -> Tensor:
         if self._alone:
             own = {n: t.squeeze(0) for n, t in zip(self._names, tensors, strict=True)}
-            return self._evaluate(own, self._samples[where.squeeze(0)]).unsqueeze(0)
+            return self._evaluate(own, samples_at(self._samples, where[0])).unsqueeze(0)
         named = dict(zip(self._names, tensors, strict=True))
-        rows: Tensor = torch.func.vmap(self._evaluate)(named, self._samples[where])
+        rows: Tensor = torch.func.vmap(self._evaluate)(named, samples_at(self._samples, where))
         return rows
 
 

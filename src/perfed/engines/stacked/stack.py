@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -382,14 +382,14 @@ class StackedStep:
         self._tried = True
 
     def _seen(self, samples: Samples, drawn: Drawn, public_start: Tensor) -> Seen:
-        images = [samples.x[where] for where in drawn.private]
+        images = [samples_at(samples.x, where) for where in drawn.private]
         if drawn.codes:
             pairs = zip(images, drawn.codes, strict=True)
             images = [augmented(x, codes, self._augment) for x, codes in pairs]
         labels = [samples.y[where] for where in drawn.private]
         publics: tuple[Tensor, ...] = ()
         for public in drawn.public:
-            publics = samples.public_x[public + public_start[:, None]], public
+            publics = samples_at(samples.public_x, public + public_start[:, None]), public
         keys = drawn.keys[0] if drawn.keys else None
         return Seen([*zip(images, labels, strict=True)], publics, keys)
 
@@ -545,6 +545,13 @@ class StackedStep:
         return loss
 
 
+def samples_at(table: Tensor, where: Tensor) -> Tensor:
+    """``table[where]``, which on a CPU copies number by number and not sample by sample."""
+    if table.is_cuda:
+        return table[where]
+    return table.index_select(0, where.flatten()).view(*where.shape, *table.shape[1:])
+
+
 class Seen(NamedTuple):
     """What one step of a stack looks at."""
 
@@ -623,13 +630,24 @@ def stack_trees(trees: Sequence[Any]) -> Any:
     return {name: stack_trees([tree[name] for tree in trees]) for name in trees[0]}
 
 
-def unstack(moving: Moving, lanes: Sequence[int]) -> dict[int, Trained]:
-    """These clients' own tensors: copies, for a view would keep the whole stack in memory."""
+def unstack(moving: Moving, lanes: Sequence[int], copied: bool = True) -> dict[int, Trained]:
+    """These clients' own tensors: copies, unless told otherwise, for a view would keep the whole
+    stack in memory."""
     if not lanes:
         return {}
-    leaves, form = tree_flatten((moving.models, moving.states))
-    copies = iter(_copies([leaf[lane].detach() for lane in lanes for leaf in leaves]))
-    return {lane: Trained(*tree_unflatten([next(copies) for _ in leaves], form)) for lane in lanes}
+    leaves, _ = tree_flatten(moving)
+    tensors = [leaf[lane].detach() for lane in lanes for leaf in leaves]
+    own = iter(_copies(tensors) if copied else tensors)
+    return {lane: Trained(*_of_one(moving, own)) for lane in lanes}
+
+
+def _of_one(stacked: Any, tensors: Iterator[Tensor]) -> Any:
+    """The same form with other tensors; torch's own way there takes longer than a small model."""
+    if isinstance(stacked, Tensor):
+        return next(tensors)
+    if isinstance(stacked, tuple):
+        return type(stacked)(*(_of_one(inside, tensors) for inside in stacked))
+    return {name: _of_one(inside, tensors) for name, inside in stacked.items()}
 
 
 def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:

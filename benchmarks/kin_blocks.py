@@ -1,0 +1,184 @@
+"""What docs/successor.md shows of benchmarks/kin.py's results."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from committed import machine, result
+
+from perfed.core import layout
+from perfed.core.layout import Table
+from perfed.runs.tables import HARM, quantity
+
+FAMILIES = {
+    "digits": "digits, MLP",
+    "digits-three": "digits, three networks",
+    "cifar": "CIFAR-10, CNN",
+    "cifar-three": "CIFAR-10, three networks",
+}
+OTHERS = {
+    "evidence": "PerFed-Evidence",
+    "c=3": "PerFed-CKT c=3",
+    "hypcluster c=3": "HypCluster c=3",
+    "hypcluster, right c": "HypCluster, right c",
+    "fedavg-ft": "FedAvg-FT",
+    "ditto": "Ditto",
+    "fedfomo": "FedFomo",
+    "fedfomo, trained kept": "FedFomo, trained kept",
+    "fedavg": "FedAvg",
+}
+ABLATED = {
+    "kin": "PerFed-Kin",
+    "oracle": "true groups given",
+    "evidence": "one table (PerFed-Evidence)",
+    "trusting": "without asking who belongs",
+    "forgetful": "without the server's memory",
+}
+MINORITY = ("kin", "oracle", *(name for name in OTHERS if name != "fedavg"))
+DRAWS = 2000
+
+Clients = Sequence[Sequence[float]]  # gain, group, repaired; of each client of a seed
+
+
+def gains(row: dict[str, Any], group: int | None = None) -> list[list[float]]:
+    """Of each seed the gain of every client, or of those of a group."""
+    return [
+        [client[0] for client in clients if group is None or client[1] == group]
+        for clients in row["clients"]
+    ]
+
+
+def interval(by_seed: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """95 % of the mean gain, when seeds are drawn anew and clients in each."""
+    random = np.random.default_rng(0)
+    values = [np.array(clients) for clients in by_seed]
+    means = [
+        np.mean(
+            [
+                random.choice(values[seed], len(values[seed])).mean()
+                for seed in random.integers(len(values), size=len(values))
+            ]
+        )
+        for _ in range(DRAWS)
+    ]
+    low, high = np.percentile(means, [2.5, 97.5])
+    return float(low), float(high)
+
+
+def cell(row: dict[str, Any] | None, group: int | None = None) -> str:
+    """Mean gain and how many of a hundred clients are harmed."""
+    if row is None:
+        return "–"
+    by_seed = gains(row, group)
+    mean = statistics.mean(statistics.mean(clients) for clients in by_seed)
+    return f"{mean:+.1f} / {_harmed(by_seed):.0f}"
+
+
+def _harmed(by_seed: Iterable[Sequence[float]]) -> float:
+    everyone = [gain for clients in by_seed for gain in clients]
+    return 100 * statistics.mean(gain < -HARM for gain in everyone)
+
+
+def _found(family: str) -> tuple[dict[str, Any], dict[tuple[str, str], dict[str, Any]]]:
+    record = result(f"kin_{family}")
+    return record, {(row["setting"], row["method"]): row for row in record["rows"]}
+
+
+def comparison(family: str) -> str:
+    """PerFed-Kin with its interval, and the others beside it."""
+    record, rows = _found(family)
+    shown = [name for name in OTHERS if any(method == name for _, method in rows)]
+    lines = []
+    for setting in record["settings"]:
+        kin = rows.get((setting, "kin"))
+        if kin is None:
+            continue
+        low, high = interval(gains(kin))
+        local = statistics.mean(rows[setting, "local"]["accuracy"])
+        own = f"**{cell(kin)}**"
+        others = [cell(rows.get((setting, name))) for name in shown]
+        lines.append((setting, f"{100 * local:.1f}", own, f"{low:+.1f} … {high:+.1f}", *others))
+    sent = ["bytes a round", "0", _bytes_a_round(rows, "kin"), ""]
+    sent += [_bytes_a_round(rows, name) for name in shown]
+    header = ("", "local", "PerFed-Kin", "95 %", *(OTHERS[name] for name in shown))
+    return layout.markdown([Table("", header, [*lines, sent], _note(family, record))])
+
+
+def _bytes_a_round(rows: dict[tuple[str, str], dict[str, Any]], method: str) -> str:
+    sent = [row["bytes_per_round"] for (_, name), row in rows.items() if name == method]
+    return quantity(max(sent), "B")
+
+
+def minority(family: str) -> str:
+    """Only those whose labels mean something else."""
+    record, rows = _found(family)
+    settings = [s for s in record["settings"] if s.endswith("other labels") and (s, "kin") in rows]
+    names = {"kin": "**PerFed-Kin**", "oracle": "PerFed-Kin, true groups given"} | OTHERS
+    lines = [
+        (names[method], *(cell(rows.get((setting, method)), group=1) for setting in settings))
+        for method in MINORITY
+        if any((setting, method) in rows for setting in settings)
+    ]
+    return layout.markdown([Table("", ("", *settings), lines)])
+
+
+def ablation(family: str) -> str:
+    """PerFed-Kin without one of its parts."""
+    record, rows = _found(family)
+    settings = [setting for setting in record["settings"] if (setting, "kin") in rows]
+    names = [name for name in ABLATED if any(method == name for _, method in rows)]
+    lines = [
+        (setting, *(cell(rows.get((setting, name))) for name in names)) for setting in settings
+    ]
+    return layout.markdown([Table("", ("", *(ABLATED[name] for name in names)), lines)])
+
+
+def repaired() -> str:
+    """Natural clients under Dir(0.01), and those that the minimum size made."""
+    lines = []
+    _, rows = _found("digits")
+    for method in ("kin", "evidence", "ditto", "hypcluster c=3", "fedavg-ft"):
+        row = rows.get(("Dir(0.01)", method))
+        if row is None:
+            continue
+        parts = [
+            [[client[0] for client in clients if client[2] == kind] for clients in row["clients"]]
+            for kind in (0, 1)
+        ]
+        cells = [
+            f"{statistics.mean(gain for clients in part for gain in clients):+.1f} / "
+            f"{_harmed(part):.0f}"
+            for part in parts
+        ]
+        bare = cell(rows.get(("Dir(0.01), not repaired", method)))
+        name = {"kin": "**PerFed-Kin**"} | OTHERS
+        lines.append((name[method], *cells, bare))
+    header = ("", "natural clients", "made by the repair", "no repair: small ones left out")
+    return layout.markdown([Table("", header, lines)])
+
+
+def _note(family: str, record: dict[str, Any]) -> str:
+    config = record["config"]
+    fresh = config.get("fresh_test", 0)
+    judged = f"{fresh:,} fresh samples for each client" if fresh else "clients' own test samples"
+    return (
+        f"{FAMILIES[family]}: {config['clients']} clients, {config['clients_per_round']} a round, "
+        f"{config['rounds']} rounds, seeds {record['seeds']}; λ of PerFed-CKT and Ditto by the "
+        f"validation data of seeds {record['tuning_seeds']}. Local: accuracy in percent. All "
+        f"others: points above local training, mean over clients / percent of clients more than "
+        f"{HARM:g} points below their own local model. 95 %: interval of PerFed-Kin's mean, seeds "
+        f"and clients drawn anew {DRAWS:,} times. Evaluated on {judged} "
+        f"{machine(record['environment'])}."
+    )
+
+
+BLOCKS = {
+    "kin-digits": lambda: comparison("digits"),
+    "kin-minority": lambda: minority("digits"),
+    "kin-ablation": lambda: ablation("digits"),
+    "kin-repaired": repaired,
+    "kin-cifar": lambda: comparison("cifar"),
+}
