@@ -122,6 +122,7 @@ LIES: dict[str, dict[str, Lie]] = {
         "negative": (changed("amounts", lambda t: t - 2), "amounts: has -"),
     },
 }
+LIES["perfed-kin"] = LIES["perfed-evidence"]
 EVERY = [(name, lie) for name, lies in LIES.items() for lie in lies]
 
 

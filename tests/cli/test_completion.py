@@ -48,7 +48,11 @@ def test_every_name_there_is_and_none_else() -> None:
 
 
 def test_another_shell_is_told_the_same() -> None:
-    assert offered("perfed compare -a perfed", "fish") == ["perfed-ckt", "perfed-evidence"]
+    assert offered("perfed compare -a perfed", "fish") == [
+        "perfed-ckt",
+        "perfed-evidence",
+        "perfed-kin",
+    ]
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash here")

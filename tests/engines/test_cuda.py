@@ -109,7 +109,7 @@ def test_sequences_and_tokens_in_bf16(name: str) -> None:
         np.testing.assert_allclose(rounded.mean(), exact.mean(), rtol=0.01)
 
 
-@pytest.mark.parametrize("algorithm", ["perfed-ckt", "perfed-evidence", "fedfomo"])
+@pytest.mark.parametrize("algorithm", ["perfed-ckt", "perfed-kin", "fedfomo"])
 def test_a_run_resumes_on_the_gpu(algorithm: str, tmp_path: Path) -> None:
     class Stop(perfed.Callback):
         def on_round(self, report: perfed.runs.RoundReport) -> None:

@@ -20,6 +20,7 @@ SAME = [MODELS[0]] * 3
 TRIED = [
     *(("perfed-ckt", lie) for lie in LIES["perfed-ckt"]),
     *(("perfed-evidence", lie) for lie in ("samples 1e9", "samples -1e6", "gains 1e30")),
+    *(("perfed-kin", lie) for lie in LIES["perfed-kin"]),
     *(("fedavg", lie) for lie in ("one more", "other shape", "samples 1e9")),
     ("fedfomo", "one more"),
     ("hypcluster", "cluster 7"),

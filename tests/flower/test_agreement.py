@@ -25,7 +25,7 @@ from perfed.flower.site import IDLE_RUNS, Site
 from tests.flower.setting import write_federation
 from tests.flower.test_site import PLAN, header, join, play, site
 
-WITHOUT_WEIGHTS = {"local", "majority", "perfed-ckt", "perfed-evidence"}
+WITHOUT_WEIGHTS = {"local", "majority", "perfed-ckt", "perfed-evidence", "perfed-kin"}
 PLANTED = "from pathlib import Path\nPath(__file__).with_suffix('.ran').touch()\nclass X: ...\n"
 
 

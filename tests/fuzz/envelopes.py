@@ -102,6 +102,7 @@ class Envelopes(Target):
         assert plan.algorithm.registered_name in (
             "perfed-ckt",
             "perfed-evidence",
+            "perfed-kin",
             "local",
             "majority",
         )

@@ -20,7 +20,16 @@ MODEL = Weights(
     {"body.weight": torch.zeros(2, 3), "head.weight": torch.zeros(2, 2)},
     {"mean": torch.zeros(2), "count": torch.tensor(0)},
 )
-NAMES = ("perfed-ckt", "perfed-evidence", "fedavg", "scaffold", "hypcluster", "fedfomo", "local")
+NAMES = (
+    "perfed-ckt",
+    "perfed-evidence",
+    "perfed-kin",
+    "fedavg",
+    "scaffold",
+    "hypcluster",
+    "fedfomo",
+    "local",
+)
 
 
 class Messages(Target):

@@ -38,7 +38,15 @@ WIRES = {
     "difference": [DIFFERENCE],
     "all": [NOISE, DIFFERENCE, STOCHASTIC],
 }
-NAMES = ["perfed-ckt", "perfed-evidence", "fedavg", "scaffold", "fedfomo", "hypcluster"]
+NAMES = [
+    "perfed-ckt",
+    "perfed-evidence",
+    "perfed-kin",
+    "fedavg",
+    "scaffold",
+    "fedfomo",
+    "hypcluster",
+]
 AT = At(seed=3, client=1, round=2, direction="up", stage=0)
 messages = st.integers(0, 999).map(
     lambda seed: Message(
@@ -169,7 +177,7 @@ def test_resumed_it_ends_with_the_same_bytes(wire: str, name: str, tmp_path: Pat
 
 @pytest.mark.parametrize("wire", WIRES)
 def test_sites_give_what_the_simulation_gives(wire: str, tmp_path: Path) -> None:
-    for name in ("perfed-ckt", "perfed-evidence", "scaffold"):
+    for name in ("perfed-ckt", "perfed-kin", "scaffold"):
         changes = {"algorithm": spec(name), "wire": WIRES[wire]}
         folder = write_federation(tmp_path / name / "federation", **changes)
         through = desk(folder)

@@ -133,13 +133,11 @@ class Witnesses:
 
     spoken: Tensor
     """q: how much each speaks of each class, (m, N)."""
-    ratios: Tensor
-    """Log-ratios, less their mean under q, (m, |P|, N)."""
     samples: Tensor
     laplacian: Tensor
-    products: Tensor
-    """Of any two clients and any two of their classes the sum over the public set of what they add
-    to a system's right-hand side, (m, N, m, N). A fit needs no more, whatever the size of P."""
+    right: Tensor
+    """What each adds to the right-hand side: its log-ratios, less their mean under q, times samples
+    and q, (m, N, |P|)."""
 
     @classmethod
     def hear(cls, decisions: Tensor, samples: Tensor) -> Witnesses:
@@ -151,22 +149,16 @@ class Witnesses:
         ratios = ratios - torch.einsum("mpy,my->mp", ratios, spoken)[..., None]
         weights = samples[:, None] * spoken
         laplacian = torch.diag_embed(weights) - weights[:, :, None] * spoken[:, None]
-        added = (weights[:, None] * ratios).transpose(1, 2).flatten(0, 1)
-        products = (added @ added.T).view(*weights.shape, *weights.shape)
-        return cls(spoken, ratios, samples, laplacian, products)
+        return cls(spoken, samples, laplacian, (weights[:, None] * ratios).mT.contiguous())
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def only(self, chosen: Tensor) -> Witnesses:
         """Some of them, by number."""
-        return Witnesses(
-            self.spoken[chosen],
-            self.ratios[chosen],
-            self.samples[chosen],
-            self.laplacian[chosen],
-            self.products[chosen][:, :, chosen],
-        )
+        parts = (self.spoken, self.samples, self.laplacian, self.right)
+        spoken, samples, laplacian, right = (part[chosen] for part in parts)
+        return Witnesses(spoken, samples, laplacian, right)
 
     @property
     def voice(self) -> Tensor:
@@ -176,48 +168,50 @@ class Witnesses:
     def table(self, members: Tensor) -> Tensor:
         """The evidence of a group, |P|×N; every row sums to zero."""
         chosen = members.double()
-        weights = (chosen * self.samples)[:, None] * self.spoken
         system = torch.einsum("m,mab->ab", chosen, self.laplacian)
         system = system + _ridge(system, (chosen @ self.samples) / chosen.sum())
-        right = torch.einsum("my,mpy->yp", weights, self.ratios)
-        table: Tensor = torch.linalg.solve(system, right).T
+        table: Tensor = torch.linalg.solve(system, self._sum(chosen)).T
         return table - table.mean(1, keepdim=True)
 
     def fit(self, members: Tensor) -> Tensor:
         """ρ: the correlation of each client's comparisons with the table of the *other* members,
-        over public samples and the client's classes, each class in proportion to q."""
+        over public samples and the client's classes, each class in proportion to q.
+
+        Sums over the public set are made first, and a member's own part is taken out of them: so no
+        table of |P|×N numbers is made for each client.
+        """
         chosen = members.double()
-        own = chosen[:, None, None]  # a member's own part is taken out of all sums
-        mine = torch.einsum("kakb->kab", self.products)
-        with_me = torch.einsum("j,jakb->kab", chosen, self.products)
-        all_pairs = torch.einsum("k,kab->ab", chosen, with_me)
+        own = chosen[:, None, None]
+        mine = torch.einsum("kap,kbp->kab", self.right, self.right)
+        everything = self._sum(chosen)
+        with_me = torch.einsum("ap,kbp->kab", everything, self.right)
+        squares = everything @ everything.T - own * (with_me + with_me.mT - mine)
         system = torch.einsum("j,jab->ab", chosen, self.laplacian) - own * self.laplacian
         left = (chosen.sum() - chosen).clamp(min=1)
         system = system + _ridge(system, (chosen @ self.samples - chosen * self.samples) / left)
         solved = torch.linalg.inv(system)
         both = torch.einsum("kab,kba->k", solved, with_me - own * mine)
-        squares = all_pairs - own * (with_me + with_me.mT - mine)
-        theirs = torch.einsum("kab,kbc,kdc,kda->k", solved, squares, solved, self.laplacian)
+        theirs = torch.einsum("kab,kab->k", solved @ squares @ solved.mT, self.laplacian)
         yours = torch.einsum("kaa,ka->k", mine, 1 / self.spoken)
         scale = (theirs.clamp(min=0) * yours / self.samples).sqrt()
         return torch.where(scale > 1e-12, both / scale.clamp(min=1e-12), 0.0)
 
     def leftovers(self) -> Tensor:
         """What the table of all leaves unexplained of each client's comparisons, as vectors; a
-        client's comparisons have length one."""
-        table = self.table(torch.ones(len(self), dtype=torch.bool))
-        told = table - torch.einsum("py,my->mp", table, self.spoken)[..., None]
-        said, told = (_unit_vectors(values, self.spoken) for values in (self.ratios, told))
+        client's comparisons have length one, each class in proportion to √q."""
+        table = self.table(torch.ones(len(self), dtype=torch.bool)).T
+        told = table - torch.einsum("yp,my->mp", table, self.spoken)[:, None]
+        root = self.spoken.sqrt()[..., None]
+        said, told = normalize((self.right / root).flatten(1)), normalize((told * root).flatten(1))
         return said - (said * told).sum(1, keepdim=True) * told
+
+    def _sum(self, chosen: Tensor) -> Tensor:
+        return torch.einsum("m,myp->yp", chosen, self.right)
 
 
 def _ridge(system: Tensor, samples: Tensor) -> Tensor:
     unit = torch.eye(system.shape[-1], dtype=system.dtype)
     return RIDGE * samples.clamp(min=1e-9)[..., None, None] * unit
-
-
-def _unit_vectors(tables: Tensor, spoken: Tensor) -> Tensor:
-    return normalize((tables * spoken.sqrt()[:, None]).flatten(1))
 
 
 def found_kinds(said: Witnesses, standard_errors: float) -> Tensor:
