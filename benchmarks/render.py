@@ -1,7 +1,8 @@
 """Put the committed results into the documentation, so that no number there is typed.
 
-python benchmarks/render.py           rewrites the blocks between <!-- begin: X --> and end
-python benchmarks/render.py --check   exits with 1 where a block is not what the results say
+python benchmarks/render.py           rewrites the blocks between <!-- begin: X --> and end, and
+                                      the paper's figures whose numbers have changed
+python benchmarks/render.py --check   exits with 1 where one is not what the results say
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import sys
 from typing import Any
 
 from committed import ROOT, machine, result
+from drawn import draw, stamp_in, stamp_of
 from guide_blocks import BLOCKS as GUIDE_BLOCKS
 from kin_blocks import BLOCKS as KIN_BLOCKS
 from paper_blocks import BLOCKS as PAPER_BLOCKS
+from paper_blocks import FIGURES
 from peers_blocks import BLOCKS as PEERS_BLOCKS
 from screening_blocks import BLOCKS as SCREENING_BLOCKS
 from security_blocks import BLOCKS as SECURITY_BLOCKS
@@ -458,6 +461,12 @@ def main() -> None:
             wrong.append(name)
             if "--check" not in sys.argv:
                 path.write_text(new, "utf-8")
+    for name, plot in FIGURES.items():
+        path, figure = ROOT / "docs" / f"{name}.png", plot()
+        if stamp_in(path) != stamp_of(figure):
+            wrong.append(f"docs/{path.name}")
+            if "--check" not in sys.argv:
+                draw(path, figure)
     if wrong and "--check" in sys.argv:
         sys.exit(f"not what the results say: {', '.join(wrong)}; run python benchmarks/render.py")
 

@@ -105,6 +105,13 @@ class Experiment(Options):
         "how clients are selected: by-size, with probability in proportion to their training "
         "samples, or uniform, all with the same probability",
     )
+    averaging: Literal["size-once", "by-size"] = option(
+        "size-once",
+        "how much each client counts where models are averaged: size-once, in proportion to its "
+        "training samples, or all the same where clients are selected by-size and not all take "
+        "part in a round; by-size, in proportion to its training samples there too, so that size "
+        "counts twice",
+    )
     evaluate_every: int = option(1, "all clients are evaluated every so many rounds", ge=1)
     evaluate_clients: int = option(
         0,
@@ -176,6 +183,12 @@ class Experiment(Options):
 
     def to_mapping(self) -> dict[str, Any]:
         return to_mapping(self)
+
+    @property
+    def validation_is_used(self) -> bool:
+        """Whether the algorithm has seen the samples of which validation accuracy is told, so that
+        a choice by it is no held-out evidence."""
+        return self.algorithm.uses_validation and not self.split.second_validation
 
     def federation(self) -> Federation:
         """Its clients and their samples, as every run of it has them."""

@@ -74,12 +74,19 @@ def assert_equal(actual: Weights | Mapping[str, torch.Tensor], expected: Array) 
 class World:
     """The package's simulation, and from it what NumPy needs: data, first models, mini-batches."""
 
-    def __init__(self, algorithm: str, architectures: Sequence[Any] = (), **options: Any) -> None:
+    def __init__(
+        self,
+        algorithm: str,
+        architectures: Sequence[Any] = (),
+        averaging: str = "size-once",
+        **options: Any,
+    ) -> None:
         networks = [{"name": "mlp", "hidden": []}, *architectures]
         self.simulation: Simulation = simulate(
             seed=SEED,
             clients=CLIENTS,
             clients_per_round=DRAWN,
+            averaging=averaging,
             data={"name": "digits", "public": PUBLIC},
             models={
                 "architectures": networks,
@@ -96,6 +103,8 @@ class World:
         )
         federation = self.simulation.federation
         self.splits, self.sizes = federation.splits, [len(s.train) for s in federation.splits]
+        assert self.simulation.experiment.selection == "by-size"
+        self.by_size = averaging == "by-size"
         self.x, self.y = with_ones(federation.samples.x), federation.samples.y
         self.public_x = with_ones(federation.samples.public_x)
 
@@ -134,17 +143,20 @@ class World:
         return [(x[index], y[index]) for index in drawn]
 
     def mean(self, models: Mapping[int, Array]) -> Array:
-        """Of clients' models, by training samples."""
-        total = sum(self.sizes[k] for k in models)
-        return sum((self.sizes[k] / total * θ for k, θ in models.items()), np.zeros((10, 65)))
+        """Of clients' models: clients are drawn by their size, so each counts the same; or as many
+        times as it has training samples, where an experiment says so."""
+        counts = {k: self.sizes[k] if self.by_size else 1 for k in models}
+        total = sum(counts.values())
+        return sum((counts[k] / total * θ for k, θ in models.items()), np.zeros((10, 65)))
 
 
 def rate_in(round: int) -> float:
     return RATE / (1 + DECAY * round)
 
 
-def test_fedavg() -> None:
-    world = World("fedavg")
+@pytest.mark.parametrize("averaging", ["size-once", "by-size"])
+def test_fedavg(averaging: str) -> None:
+    world = World("fedavg", averaging=averaging)
     x = world.initial()
     for t, drawn in world.rounds(3):
         x = world.mean({k: descend(x, world.batches(k, t), rate_in(t)) for k in drawn})
@@ -359,7 +371,9 @@ def test_feddf(hidden: int | None) -> None:
     """The linear student; with ``hidden``, networks of another architecture are teachers too."""
     steps, batch, rate = 5, 7, 0.01
     others = [{"name": "mlp", "hidden": [hidden]}] if hidden else []
-    world, channel = World("feddf", others, steps=steps, batch_size=batch, rate=rate), Recorder()
+    # By size: the plain mean of linear models has the ensemble's own logits, and nothing to learn.
+    world = World("feddf", others, "by-size", steps=steps, batch_size=batch, rate=rate)
+    channel = Recorder()
 
     def others_logits(client: int) -> Array:  # as the network came in: its training is not ours
         p = {name: t.numpy() for name, t in channel.sent[client]["model"].params.items()}

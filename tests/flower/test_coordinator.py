@@ -23,6 +23,7 @@ from perfed.flower.ledger import Ledger
 from perfed.flower.membership import introduction
 from perfed.flower.numbers import NEEDED, checked_numbers
 from perfed.flower.protocol import EVALUATE, FIRST, JOIN, ROUND, Envelope, Header, Refused
+from tests.flower import setting
 from tests.flower.setting import (
     MODELS,
     Desk,
@@ -66,6 +67,27 @@ def test_every_algorithm_gives_what_the_simulation_gives(name: str, tmp_path: Pa
     folder = write_federation(tmp_path / "federation", **changes)
     run(folder, desk(folder))
     simulated(tmp_path / "simulation", **changes)
+    assert_same_numbers(folder / "run", tmp_path / "simulation")
+
+
+@pytest.mark.parametrize(
+    ("name", "drawn", "split"),
+    [("fedavg", 2, {}), ("fedfomo", 3, {"second_validation": True})],
+    ids=["averaged plainly", "validation in halves"],
+)
+def test_what_counts_and_what_is_held_out_are_the_simulations(
+    name: str,
+    drawn: int,
+    split: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(setting, "SPLIT", setting.SPLIT | split)
+    changes = {"algorithm": {"name": name}, "clients_per_round": drawn}
+    same = [{"name": "mlp", "hidden": [8]}] * 3
+    folder = write_federation(tmp_path / "federation", same, **changes)
+    run(folder, desk(folder))
+    simulated(tmp_path / "simulation", same, **changes)
     assert_same_numbers(folder / "run", tmp_path / "simulation")
 
 

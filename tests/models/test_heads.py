@@ -111,7 +111,7 @@ def test_a_head_is_the_last_linear_or_the_one_that_is_named() -> None:
 class FarFeatures(Algorithm):
     """Trains with features pushed to zero, on private and on public samples."""
 
-    needs_features = needs_public_set = trains_on_public_set = True
+    needs_features = needs_public_set = trains_on_public_set = uses_validation = True
 
     def client_round(self, client: Client, message: Message) -> Message:
         client.weights = client.sgd(client.weights, self.objective)
@@ -157,6 +157,8 @@ def test_who_does_not_declare_that_it_looks_at_features_is_told() -> None:
 
 class Twofold(Algorithm):
     """Each client keeps a second network of its own."""
+
+    uses_validation = True
 
     def networks(self) -> dict[str, Any]:
         return {"small": {"name": "mlp", "hidden": [5]}}

@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from perfed.cli import app, paper
+from perfed.core.layout import Table
 from perfed.paper.published import GRID, TABLE_1, TABLE_2
 from perfed.paper.reproduce import SINGLE
 from perfed.paper.tables import (
@@ -75,6 +76,7 @@ def test_the_papers_settings() -> None:
     local = whole.experiment({"name": "local"}, 0.1, 0)
     assert local.rounds == 50  # everyone trains, as often as a client is drawn in 500 rounds
     assert experiment.partition.label() == "dirichlet"
+    assert whole.experiment({"name": "feddf"}, 0.1, 0).algorithm.steps == 400
 
 
 def test_the_tuned_settings_are_what_tuning_found() -> None:
@@ -137,17 +139,101 @@ def test_gains_are_counted_client_by_client() -> None:
     assert len(plot(chosen, records).axes) == 1
 
 
+def test_natural_and_repaired_clients_have_columns_of_their_own() -> None:
+    chosen = TableRun(fractions=(0.1,), seeds=(0, 1))
+    records = {
+        "paper-C0.1-local-seed0": fake(0, [0.5, 0.5, 0.5, 0.5]),
+        "paper-C0.1-local-seed1": fake(1, [0.4, 0.4, 0.4, 0.4]),
+        "paper-C0.1-perfed-ckt-1-seed0": fake(0, [0.7, 0.5, 0.4, 0.4]),
+        "paper-C0.1-perfed-ckt-1-seed1": fake(1, [0.4, 0.6, 0.4, 0.4]),
+    }
+    without, gains_without, _ = tables(chosen, records)
+    assert cell(without, "c=1", "natural") == cell(gains_without, "c=1", "repaired") == "–"
+    repaired = {0: [True, True, False, False], 1: [False, True, False, False]}
+    for record in records.values():
+        record["clients"]["repaired"] = repaired[record["config"]["seed"]]
+    accuracy, gains, _ = tables(chosen, records)
+    assert cell(accuracy, "c=1", "natural") == "40.0 ± 0.0"
+    assert cell(accuracy, "c=1", "repaired") == "60.0 ± 0.0"
+    assert cell(accuracy, "local", "repaired") == "45.0 ± 7.1"
+    assert cell(gains, "c=1", "natural") == f"{(-10 - 10 + 0 + 0 + 0) / 5:+.1f}"
+    assert cell(gains, "c=1", "repaired") == f"{(20 + 0 + 20) / 3:+.1f}"
+
+
+def cell(table: Table, row: str, column: str) -> str:
+    (found,) = [cells for cells in table.rows if row in cells[0]]
+    return found[list(table.header).index(column)]
+
+
+def test_methods_that_use_validation_samples_have_a_chosen_round_only_with_a_second_half() -> None:
+    once, twice = (
+        TableRun(fractions=(0.1,), seeds=(0,), second_validation=second) for second in (False, True)
+    )
+    assert (once.title, twice.title) == ("table1-paper", "table1-paper-second-validation")
+    same = {"name": "ditto"}
+    assert once.name(same, 0.1, 0) == twice.name(same, 0.1, 0)
+    assert once.experiment(same, 0.1, 0) == twice.experiment(same, 0.1, 0)
+    fedfomo = next(row.algorithm for row in TABLE_1 if row.label == "FedFomo")
+    assert once.name(fedfomo, 0.1, 0) == "paper-C0.1-fedfomo-seed0"
+    assert twice.name(fedfomo, 0.1, 0) == "paper-C0.1-fedfomo-second-validation-seed0"
+    assert not once.experiment(fedfomo, 0.1, 0).split.second_validation
+    assert twice.experiment(fedfomo, 0.1, 0).split.second_validation
+    record = fake(0, [0.5, 0.5, 0.5, 0.5])
+    accuracy, *_ = tables(once, {once.name(fedfomo, 0.1, 0): record})
+    assert cell(accuracy, "FedFomo", "chosen") == "–"
+    record["config"]["split"] = {"second_validation": True}
+    accuracy, *_ = tables(twice, {twice.name(fedfomo, 0.1, 0): record})
+    assert cell(accuracy, "FedFomo", "chosen") == "50.0"
+
+
+def test_the_table_without_repair(tmp_path: Path) -> None:
+    """Clients that the partition leaves too few samples are left out, and nobody is repaired."""
+    command = ["reproduce", "table1", "--quick", "--rounds", "1", "--seeds", "0"]
+    options = ["--without-repair", "--methods", "local,fedavg", "--out", str(tmp_path)]
+    done = CliRunner().invoke(app, [*command, *options])
+    assert done.exit_code == 0, done.output
+    records = json.loads((tmp_path / "table1-paper-without-repair.json").read_text())
+    assert set(records) == {
+        f"paper-without-repair-C0.333-{name}-seed0" for name in ("local", "fedavg")
+    }
+    clients = records["paper-without-repair-C0.333-local-seed0"]["clients"]
+    count = len(clients["train_size"])
+    assert count < 30
+    assert not any(clients.get("repaired", ()))
+    assert f"CIFAR-10, {count} clients" in done.output
+    left = TableRun(repair=False)
+    local, others = (left.experiment({"name": name}, 0.1, 0) for name in ("local", "fedavg"))
+    assert not local.partition.repair
+    assert local.algorithm.participation == "selected"  # as many steps as the others make
+    assert local.rounds == others.rounds == 500
+
+
+def test_the_committed_list_of_repaired_clients_is_the_partitions() -> None:
+    """Its samples are not here, but figure 2 has the labels of seed 0 and sums of other seeds."""
+    known = json.loads((RESULTS / "repaired.json").read_text())
+    figure2 = json.loads((RESULTS / "figure2.json").read_text())
+    sizes = [sum(labels) for labels in figure2["example"]["labels"]]
+    assert all(sizes[client] == 20 for client in known["clients"]["0"])
+    for seed, clients in known["clients"].items():
+        at_the_minimum, moved = figure2["at_the_minimum"][int(seed)], figure2["moved"][int(seed)]
+        assert len(clients) <= at_the_minimum  # some were drawn just 20, or gave until 20 were left
+        assert 20 * len(clients) >= moved
+
+
 def test_the_whole_table_by_its_command(tmp_path: Path) -> None:
     command = ["reproduce", "table2", "--quick", "--rounds", "2", "--seeds", "0", "--out"]
     done = CliRunner().invoke(app, [*command, str(tmp_path), "--device", "cpu"])
     assert done.exit_code == 0, done.output
     for ending in ("json", "md", "tex", "png", "pdf"):
         assert (tmp_path / f"table2-paper.{ending}").stat().st_size > 500
+    for ending in ("png", "pdf"):
+        assert (tmp_path / f"table2-paper-communication-C0.333.{ending}").stat().st_size > 500
     records = json.loads((tmp_path / "table2-paper.json").read_text())
     assert len(records) == 8
     assert "PerFed-CKT (c=4)" in done.output
-    architectures = next(iter(records.values()))["clients"]["architecture"]
-    assert len(set(architectures)) == 3
+    clients = next(iter(records.values()))["clients"]
+    assert set(clients["repaired"]) == {True, False}  # each has a column
+    assert len(set(clients["architecture"])) == 3
     again = CliRunner().invoke(app, [*command, str(tmp_path), "--seconds", "0"])
     assert again.stdout == done.stdout  # nothing is run again
 

@@ -51,8 +51,8 @@ class FML(Algorithm):
         return self.labels * cross_entropy(student, y) + (1 - self.labels) * taught
 
     def merge(self, server, state, replies):
-        sizes = [float(reply.message["samples"]) for reply in replies]
-        return {"model": weighted_average([r.message["model"] for r in replies], sizes)}
+        weights = [reply.weight for reply in replies]
+        return {"model": weighted_average([r.message["model"] for r in replies], weights)}
 
     def models(self, client, message):
         return {"personal": client.weights, "global": OfNetwork(message["model"], "small")}

@@ -31,5 +31,5 @@ class LGFedAvg(Algorithm):
         return Message(head=client.head_of(client.weights), samples=client.samples)
 
     def merge(self, server, state, replies):
-        sizes = [float(reply.message["samples"]) for reply in replies]
-        return {"head": weighted_average([r.message["head"] for r in replies], sizes)}
+        weights = [reply.weight for reply in replies]
+        return {"head": weighted_average([r.message["head"] for r in replies], weights)}

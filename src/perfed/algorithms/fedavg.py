@@ -1,5 +1,7 @@
 """FedAvg (McMahan et al. 2017): one global model, the mean of the clients' by training samples.
 
+Where clients are selected in proportion to these, the mean is plain (``averaging``).
+
 BatchNorm's buffers are averaged with the parameters. Where clients differ in architecture there is
 one global model per architecture, the mean of the clients that have it.
 """
@@ -55,19 +57,21 @@ class FedAvg(Algorithm):
 
 
 def average_by_architecture(replies: Sequence[Reply]) -> dict[str, Weights]:
-    """The sample-weighted mean model of every architecture that answered."""
+    """The mean model of every architecture that answered."""
     return {
-        architecture: weighted_average(
-            [message["model"] for message in messages],
-            [float(message["samples"]) for message in messages],
-        )
-        for architecture, messages in by_architecture(replies).items()
+        architecture: mean_model(group) for architecture, group in by_architecture(replies).items()
     }
 
 
-def by_architecture(replies: Sequence[Reply]) -> dict[str, list[Message]]:
+def mean_model(replies: Sequence[Reply]) -> Weights:
+    """Each model counts as its reply does."""
+    models: list[Weights] = [reply.message["model"] for reply in replies]
+    return weighted_average(models, [reply.weight for reply in replies])
+
+
+def by_architecture(replies: Sequence[Reply]) -> dict[str, list[Reply]]:
     """What came back, from clients of each architecture that answered."""
-    answered: dict[str, list[Message]] = {}
+    answered: dict[str, list[Reply]] = {}
     for reply in replies:
-        answered.setdefault(reply.client.architecture, []).append(reply.message)
+        answered.setdefault(reply.client.architecture, []).append(reply)
     return answered

@@ -15,7 +15,7 @@ with the highest affinity, the sum of the weights this client ever gave it. ε=0
 round, as in the authors' code. M=5 is ours: that code's default is 8, its examples have 4. Its
 affinity also counts how much a model harms; here it counts what a client gave. BatchNorm's buffers
 are mixed like parameters. Uses the validation part, never test: the validation accuracy of this
-method is not held-out evidence.
+method is not held-out evidence, unless half of it is kept from it (``split.second_validation``).
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ class FedFomo(Algorithm):
     fallback: Literal["before", "trained"] = option(
         "before", "where no model helps: go on from the own one before its last training, or after"
     )
+
+    uses_validation = True
 
     def messages(self) -> Messages:
         amounts = Array((AsMany("candidates"),), Reals(0, 1))

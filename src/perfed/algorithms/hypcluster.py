@@ -1,8 +1,8 @@
 """HypCluster (Mansour et al. 2020; IFCA, Ghosh et al. 2020): c global models, each client on one.
 
 A client picks the model with the lowest loss on its own *training* data (never test), trains it,
-and says which it was; each cluster's model becomes the mean of its clients' by training samples,
-and an empty cluster stays as it was. The c models start from different draws; the first is the one
+and says which it was; each cluster's model becomes the mean of its clients' as FedAvg takes it, and
+an empty cluster stays as it was. The c models start from different draws; the first is the one
 FedAvg would start from. Each architecture has c models of its own.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from perfed.algorithms.fedavg import by_architecture
+from perfed.algorithms.fedavg import by_architecture, mean_model
 from perfed.core.algorithm import (
     Algorithm,
     Client,
@@ -23,7 +23,6 @@ from perfed.core.algorithm import (
     Server,
     algorithms,
     supervised,
-    weighted_average,
 )
 from perfed.core.declaration import SAMPLES, Array, Messages, Model, Numbered, Whole
 from perfed.core.message import Message
@@ -64,14 +63,12 @@ class HypCluster(Algorithm):
 
     def merge(self, server: Server, state: Tree, replies: Sequence[Reply]) -> Tree:
         state = dict(state)
-        for architecture, messages in by_architecture(replies).items():
+        for architecture, group in by_architecture(replies).items():
             models = dict(state[architecture])
             for cluster in models:
-                members = [m for m in messages if int(m["cluster"]) == int(cluster)]
+                members = [r for r in group if int(r.message["cluster"]) == int(cluster)]
                 if members:
-                    models[cluster] = weighted_average(
-                        [m["model"] for m in members], [float(m["samples"]) for m in members]
-                    )
+                    models[cluster] = mean_model(members)
             state[architecture] = models
         return state
 

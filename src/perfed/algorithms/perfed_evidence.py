@@ -35,7 +35,8 @@ under label skew the student loses more than it learns. Four things are differen
   the server how much each choice gained over the witness alone, and what all clients found, on
   average (nothing, where one has not trained yet), counts like PRIOR_SAMPLES samples of its own.
   The burden of proof is the student's: w has the prior e^(−caution · w), and w = 0 is local
-  training. The accuracy on validation data is no held-out evidence any more.
+  training. The accuracy on validation data is no held-out evidence any more, unless half of it is
+  kept from the method (``split.second_validation``).
 """
 
 from __future__ import annotations
@@ -97,6 +98,7 @@ class PerFedEvidence(Algorithm):
     )
 
     needs_public_set = trains_on_public_set = has_opening = True
+    uses_validation = True
 
     def messages(self) -> Messages:
         gains = Array((len(SHARPNESS), len(SHARES)), Reals(-LARGEST_GAIN, LARGEST_GAIN))

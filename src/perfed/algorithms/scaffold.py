@@ -81,7 +81,8 @@ class Scaffold(FedAvg):
 
     def merge(self, server: Server, state: Tree, replies: Sequence[Reply]) -> Tree:
         state = dict(state)
-        for architecture, messages in by_architecture(replies).items():
+        for architecture, group in by_architecture(replies).items():
+            messages = [reply.message for reply in group]
             old: Weights = state[architecture]["model"]
             mean = weighted_average([m["model"] for m in messages], [1.0] * len(messages))
             params = {

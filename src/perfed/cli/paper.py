@@ -37,6 +37,7 @@ from perfed.core import layout
 from perfed.core.errors import ConfigError, RunError, shown
 from perfed.core.layout import Table
 from perfed.engines import Execution
+from perfed.paper import communication
 from perfed.paper import tables as published_tables
 from perfed.paper.published import GRID
 from perfed.paper.reproduce import SINGLE, STUDIES
@@ -83,6 +84,22 @@ def reproduce(
         typer.Option(metavar="C,…", help="Tables: shares of clients per round; default: 0.1,0.15."),
     ] = None,
     seeds: Annotated[str | None, typer.Option(help="Tables: seeds; default: 0-2.")] = None,
+    second_validation: Annotated[
+        bool,
+        typer.Option(
+            "--second-validation",
+            help="Tables: keep half of the validation samples from methods that use them, so that "
+            "'chosen' is held-out evidence.",
+        ),
+    ] = False,
+    without_repair: Annotated[
+        bool,
+        typer.Option(
+            "--without-repair",
+            help="Tables: leave out clients without enough samples, instead of giving them some "
+            "of the largest clients'.",
+        ),
+    ] = False,
     methods: Annotated[
         str | None,
         typer.Option(metavar="NAME,…", help="Tables: run only these: local,perfed-ckt-3,…"),
@@ -117,6 +134,8 @@ def reproduce(
             selection,
             None if fractions is None else parse_numbers(fractions, "--fractions"),
             None if seeds is None else parse_seeds(seeds),
+            second_validation,
+            not without_repair,
         )
 
     few = methods.split(",") if methods else ()
@@ -130,8 +149,10 @@ def reproduce(
         result = run.study(out / what).records()
         if not result:
             raise ConfigError(f"{out / what} has no finished run yet", "reproduce")
-        shown, figure = published_tables.tables(run, result), published_tables.plot(run, result)
-        return Made(run.title, result, shown, figure)
+        figure = published_tables.plot(run, result)
+        figures = {run.title: figure} if figure else {}
+        figures |= communication.figures(run, result)
+        return Made(run.title, result, published_tables.tables(run, result), figures)
 
     results = {}
     for each in wanted:
@@ -149,19 +170,23 @@ class Made(NamedTuple):
     name: str
     result: Any
     shown: Sequence[Table]
-    figure: Figure | None
+    figures: Mapping[str, Figure]
+    """By the name of their files."""
 
 
 def _single(what: str, quick: bool) -> Made:
     single = SINGLE[what]
     result = single.make(quick)
-    return Made(what, result, single.tables(result), single.plot(result))
+    return Made(what, result, single.tables(result), {what: single.plot(result)})
 
 
 def _show(out: Path, made: Made) -> None:
     print(layout.text(made.shown))
-    files = write_files(out, made.name, made.result, made.shown, made.figure)
-    print(f"\nfiles: {files[0].with_suffix('')}.{{{','.join(f.suffix[1:] for f in files)}}}")
+    endings: dict[Path, list[str]] = {}
+    for file in write_files(out, made.name, made.result, made.shown, made.figures):
+        endings.setdefault(file.parent / file.stem, []).append(file.suffix[1:])
+    names = [f"{file}.{{{','.join(found)}}}" for file, found in endings.items()]
+    print(f"\nfiles: {' '.join(names)}")
 
 
 def tune(

@@ -206,6 +206,9 @@ class Reply:
 
     client: ClientInfo
     message: Message
+    weight: float
+    """How much it counts in a mean over clients, by ``averaging`` of the experiment. The number of
+    samples alone would let size count twice where clients are selected by it."""
 
 
 @dataclass(frozen=True)
@@ -249,6 +252,10 @@ class Algorithm(Component):
     """Whether features or heads of different clients meet: all networks then need one width."""
     needs_plain_sgd: ClassVar[bool] = False
     """Whether its arithmetic holds for plain SGD only: no momentum, no weight decay, no Adam."""
+
+    uses_validation: ClassVar[bool] = False
+    """Whether it looks at clients' validation samples. Their accuracy then is no held-out evidence,
+    unless half of them are kept from it: ``split.second_validation``."""
 
     learns_from_others: ClassVar[bool] = True
     """Whether anything a client gets from the server changes what it learns."""

@@ -18,6 +18,12 @@ def select_clients(
     return sorted(int(client) for client in selected)
 
 
+def counted(samples: int, by_size: bool, drawn: int, clients: int) -> float:
+    """How much a client counts in a mean over ``drawn`` of ``clients``, so that its size counts
+    once: in the draw, or else in the mean. Where all take part nothing is drawn."""
+    return 1.0 if by_size and drawn < clients else float(samples)
+
+
 def evaluated_clients(clients: int, count: int, seed: int) -> list[int]:
     """Of ``clients``, the ``count`` that are evaluated, or all of them: the same in every round."""
     if not count:

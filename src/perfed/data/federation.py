@@ -48,6 +48,12 @@ class Split(Options):
         0.5, "share of samples for the reported results, used for nothing else", gt=0, lt=1
     )
 
+    second_validation: bool = option(
+        False,
+        "keep half of each client's validation samples from the algorithm, and choose rounds and "
+        "settings by these alone; for algorithms that use validation samples themselves",
+    )
+
     def validate(self) -> None:
         if not self.train:
             raise ConfigError("at least one share is needed", "train")
@@ -126,10 +132,37 @@ class Federation:
     distant: ClientData | None = None
     """Where clients' samples are, if they are not in ``samples``; splits then are positions in a
     client's own."""
+    second_validation: bool = False
+    """Whether algorithms see only one half of a client's validation samples, and are evaluated on
+    the other."""
+
+    def __post_init__(self) -> None:
+        """One sample has no halves. (At a site, all clients but its own have none.)"""
+        if self.second_validation and (few := np.flatnonzero(self._part_sizes[:, 1] == 1)).size:
+            raise ConfigError(
+                f"client {few[0]} has one validation sample, and two are needed: a larger "
+                "split.validation or partition.minimum, or false",
+                "split.second_validation",
+            )
 
     @property
     def clients(self) -> int:
         return len(self.splits)
+
+    def seen(self, client: int, part: str) -> np.ndarray:
+        """The samples of a part that an algorithm may look at."""
+        return self._halves(client, part)[0]
+
+    def evaluated(self, client: int, part: str) -> np.ndarray:
+        """The samples of a part that a client's models are evaluated on."""
+        return self._halves(client, part)[1]
+
+    def _halves(self, client: int, part: str) -> tuple[np.ndarray, np.ndarray]:
+        whole: np.ndarray = getattr(self.splits[client], part)
+        if part != "validation" or not self.second_validation:
+            return whole, whole
+        kept_from_it = len(whole) // 2  # they are in random order
+        return whole[kept_from_it:], whole[:kept_from_it]
 
     @property
     def inputs(self) -> Inputs:
@@ -230,7 +263,7 @@ def build_federation(
         shifting = Shifting.of(shift, len(splits), _inputs(samples), samples.classes, seed)
         samples, splits = shifted(samples, splits, holdings, shifting)
         facts["groups"] = shifting.groups
-    return Federation(samples, splits, facts)
+    return Federation(samples, splits, facts, second_validation=split.second_validation)
 
 
 def _dealt(
@@ -336,7 +369,7 @@ def _distant_federation(
         shifting = Shifting.of(shift, clients, _inputs(samples), samples.classes, seed)
         distant = ShiftedData(distant, shifting)
         facts["groups"] = shifting.groups
-    return Federation(distant.samples, splits, facts, distant)
+    return Federation(distant.samples, splits, facts, distant, split.second_validation)
 
 
 def freshly_tested(

@@ -343,6 +343,12 @@ class EngineClient:
                 f"an algorithm looks at '{part}' samples of a client: "
                 f"must be {' or '.join(LEARNT_FROM)}"
             )
+        algorithm = self.population.algorithm
+        if part == "validation" and not algorithm.uses_validation:
+            raise ConfigError(
+                f"'{type(algorithm).__name__}' looks at validation samples: declare "
+                "uses_validation = True in it"
+            )
         return self.population.positions(self.id, part)
 
     # The last layer.

@@ -299,14 +299,16 @@ class Population:
     def _evaluate(self, client: EngineClient, message: Message) -> dict[str, Tensor]:
         """By model kind, the logits of all samples that one client is evaluated on."""
         models = self._models(client, message)
-        where = torch.cat([self.positions(client.id, part) for part in EVALUATED_ON])
+        where = torch.cat([self.evaluated_positions(client.id, part) for part in EVALUATED_ON])
         return {kind: client.said(model, where) for kind, model in models.items()}
 
     def measured(
         self, clients: Iterable[int], logits: Sequence[Mapping[str, Tensor]]
     ) -> dict[str, dict[str, np.ndarray]]:
         """One column for each metric of each model kind; from the device in one piece."""
-        places = [self.positions(client, part) for client in clients for part in EVALUATED_ON]
+        places = [
+            self.evaluated_positions(client, part) for client in clients for part in EVALUATED_ON
+        ]
         labels, sizes = self.y[torch.cat(places)], [len(where) for where in places]
         columns: dict[str, dict[str, np.ndarray]] = {}
         for kind in logits[0]:
@@ -371,8 +373,16 @@ class Population:
                     )
 
     def positions(self, client: int, part: str) -> Tensor:
-        """Where a client's ``train``, ``validation`` or ``test`` samples are in ``x``."""
-        own = torch.as_tensor(getattr(self.federation.splits[client], part), device=self.device)
+        """Where those of a client's ``train`` or ``validation`` samples are in ``x`` that an
+        algorithm may look at."""
+        return self._in_x(client, self.federation.seen(client, part))
+
+    def evaluated_positions(self, client: int, part: str) -> Tensor:
+        """The same of those ``validation`` or ``test`` samples that it is evaluated on."""
+        return self._in_x(client, self.federation.evaluated(client, part))
+
+    def _in_x(self, client: int, where: np.ndarray) -> Tensor:
+        own = torch.as_tensor(where, device=self.device)
         return own if self._window is None else own + self._window.first(client)
 
     def train_size(self, client: int) -> int:

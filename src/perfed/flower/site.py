@@ -492,7 +492,12 @@ class Site:
         )
         population = Population(
             algorithm,
-            Federation(self.samples, splits, {}),
+            Federation(
+                self.samples,
+                splits,
+                {},
+                second_validation=self.options.split.second_validation,
+            ),
             models,
             plan.training,
             plan.rounds,

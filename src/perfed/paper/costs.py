@@ -116,7 +116,8 @@ def round_cost(
     down: dict[int, Message] = {}
     while not any(message.arrays for message in down.values()):
         if up:
-            state = algorithm.merge(server, state, [Reply(info, up[info.id]) for info in infos])
+            replies = [Reply(info, up[info.id], 1.0) for info in infos]
+            state = algorithm.merge(server, state, replies)
         down = {info.id: algorithm.broadcast(server, state, info) for info in infos}
         up = {k: algorithm.client_round(dry[k], message) for k, message in down.items()}
     channel = Channel()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -38,9 +38,13 @@ STUDIES: dict[str, Literal[1, 2]] = {"table1": 1, "table2": 2}
 
 
 def write(
-    folder: Path, name: str, result: Any, tables: Sequence[Table], figure: Figure | None = None
+    folder: Path,
+    name: str,
+    result: Any,
+    tables: Sequence[Table],
+    figures: Mapping[str, Figure] | None = None,
 ) -> list[Path]:
-    """Every form of a result; returns what was written."""
+    """Every form of a result, with figures by name; returns what was written."""
     folder.mkdir(parents=True, exist_ok=True)
     texts = {
         "json": json.dumps(result, allow_nan=False),
@@ -51,7 +55,8 @@ def write(
     for ending, text in texts.items():
         paths.append(folder / f"{name}.{ending}")
         write_atomically(paths[-1], f"{text}\n".encode())
-    for ending in ("png", "pdf") if figure is not None else ():
-        paths.append(folder / f"{name}.{ending}")
-        figure.savefig(paths[-1], dpi=130)  # type: ignore[union-attr]
+    for figure_name, figure in (figures or {}).items():
+        for ending in ("png", "pdf"):
+            paths.append(folder / f"{figure_name}.{ending}")
+            figure.savefig(paths[-1], dpi=130)
     return paths

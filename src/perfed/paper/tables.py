@@ -12,18 +12,19 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from perfed.config import Comparison, Experiment, apply_override, parse, read_mapping
+from perfed.core.algorithm import algorithms
 from perfed.core.errors import ConfigError
 from perfed.core.layout import Table
 from perfed.core.metrics import SIZE_GROUPS, size_group_name
 from perfed.paper.costs import three_digits
-from perfed.paper.published import FRACTIONS, TABLE_1, TABLE_2, WEIGHT, Row
+from perfed.paper.published import DISTILLATION_STEPS, FRACTIONS, TABLE_1, TABLE_2, WEIGHT, Row
 from perfed.runs.study import Record, Study, client_gains
 from perfed.runs.tables import HARM, spread
 
@@ -68,6 +69,10 @@ class TableRun:
     seeds: tuple[int, ...] = (0, 1, 2)
     rounds: int = 500
     selection: Literal["uniform", "by-size"] = "uniform"
+    repair: bool = True
+    """Whether clients without enough samples get some, or are left out."""
+    second_validation: bool = False
+    """Whether half of the validation samples are kept from methods that use them themselves."""
     quick: bool = False
 
     @property
@@ -77,8 +82,14 @@ class TableRun:
     @property
     def title(self) -> str:
         """What its files are called."""
-        ending = "" if self.selection == "uniform" else f"-{self.selection}"
-        return f"table{self.table}-{self.settings}{ending}"
+        ending = "-second-validation" if self.second_validation else ""
+        return f"table{self.table}-{self._how}{ending}"
+
+    @property
+    def _how(self) -> str:
+        """What all its runs have in common."""
+        parts = [self.settings, *([self.selection] if self.selection != "uniform" else [])]
+        return "-".join([*parts, *([] if self.repair else ["without-repair"])])
 
     def published_fraction(self, fraction: float) -> float:
         """The paper's column beside which a fraction is shown."""
@@ -107,8 +118,12 @@ class TableRun:
         )
 
     def name(self, spec: Mapping[str, Any], fraction: float, seed: int) -> str:
-        how = self.settings if self.selection == "uniform" else f"{self.settings}-{self.selection}"
-        return f"{how}-C{fraction:.3g}-{method_name(spec)}-seed{seed}"
+        method = method_name(spec) + ("-second-validation" if self._holds_out_of(spec) else "")
+        return f"{self._how}-C{fraction:.3g}-{method}-seed{seed}"
+
+    def _holds_out_of(self, spec: Mapping[str, Any]) -> bool:
+        """The runs of all other methods are the same with and without."""
+        return self.second_validation and algorithms[spec["name"]].uses_validation
 
     def experiment(self, spec: Mapping[str, Any], fraction: float, seed: int) -> Experiment:
         values = read_mapping("digits-dirichlet" if self.quick else "paper-cifar10")
@@ -122,15 +137,25 @@ class TableRun:
             "evaluate_every": max(1, min(10, self.rounds // 10)),
             "clients_per_round": round(fraction * clients),
             "selection": self.selection,
+            "averaging": "size-once",
             "algorithm": dict(spec),
         }
         if self.table == 2:
             values["models"] = {"architectures": HETEROGENEOUS["quick" if self.quick else "full"]}
         elif self.quick:
             values["models"] = ["mlp"]
+        if not self.repair:
+            values["partition"] = {**values["partition"], "repair": False}
+        if self._holds_out_of(spec):
+            values["split"] = {**values.get("split", {}), "second_validation": True}
         if spec["name"] == "perfed-ckt":
             values["algorithm"]["weight"] = 1.0 if self.quick else WEIGHT
-        if spec["name"] == "local":
+        if spec["name"] == "feddf" and not self.quick:
+            values["algorithm"]["steps"] = DISTILLATION_STEPS
+        if spec["name"] == "local" and not self.repair:
+            # How many clients are left is not known here: it trains those that the others train.
+            values["algorithm"]["participation"] = "selected"
+        elif spec["name"] == "local":
             # Every client trains, whatever C is, as in the paper: as often as it would be selected.
             values["rounds"] = max(1, round(self.rounds * fraction))
             values["evaluate_every"] = max(1, round(values["evaluate_every"] * fraction))
@@ -177,6 +202,27 @@ class Finding:
     def values(self, when: str, quantity: str = "test_accuracy") -> list[float]:
         return [r["summary"]["models"][self.row.kind][when][quantity] for r in self.records]
 
+    def chosen(self) -> list[float] | None:
+        """Nothing where the method has seen the samples that its round is chosen by."""
+        if algorithms[self.row.algorithm["name"]].uses_validation and not all(
+            record["config"].get("split", {}).get("second_validation") for record in self.records
+        ):
+            return None
+        return self.values("chosen")
+
+    def of_clients(self, repaired: bool) -> list[float] | None:
+        """Of each seed, the mean accuracy in the last round of natural or of repaired clients;
+        nothing where a record does not tell them apart, or a seed has none."""
+        means = []
+        for record in self.records:
+            accuracy = record["clients"]["test_accuracy"][self.row.kind]
+            kinds = record["clients"].get("repaired", ())
+            if repaired not in kinds:
+                return None
+            pairs = zip(accuracy, kinds, strict=True)
+            means.append(statistics.mean(value for value, kind in pairs if kind == repaired))
+        return means
+
     def of_late(self) -> float:
         """What the last fifth of the rounds added to the accuracy."""
         changes = []
@@ -188,7 +234,11 @@ class Finding:
         return statistics.mean(changes)
 
     def cost(self) -> float:
-        """In the paper's counting, of as many rounds as its cost column has, at this run's mean;
+        """As the paper's cost column: of as many rounds as that has."""
+        return self.cost_of(COST_ROUNDS)
+
+    def cost_of(self, rounds: int) -> float:
+        """Parameters that cross in so many rounds like the mean of these, in the paper's counting;
         what crosses once, before the first, it does not count."""
         names = ("up_parameters", "down_parameters")
         per_round: list[float] = []
@@ -196,7 +246,7 @@ class Finding:
             total, before = record["summary"]["traffic"], record["opening"]
             crossed = sum(total[name] - before.get(name, 0) for name in names)
             per_round.append(crossed / record["summary"]["rounds"])
-        return COST_ROUNDS * statistics.mean(per_round)
+        return rounds * statistics.mean(per_round)
 
 
 def findings(chosen: TableRun, records: Mapping[str, Record]) -> list[Finding]:
@@ -236,11 +286,16 @@ def _has_run(chosen: TableRun, row: Row, records: Mapping[str, Record]) -> bool:
     )
 
 
-_SELECTED = {"uniform": "uniformly", "by-size": "by their size"}
+_SELECTED = {
+    "uniform": "selected uniformly and averaged by size",
+    "by-size": "selected by size and averaged plainly",
+}
 ACCURACY_NOTE = (
     "Test accuracy in %, mean over all clients, ± standard deviation over seeds. "
+    "natural, repaired: last, of the clients that the partition drew at least the minimum of "
+    "samples for, and of those that were brought up to it with samples of the largest clients. "
     "of late: what the last fifth of the rounds added. "
-    "chosen: in the round that was best on validation data. "
+    "chosen: in the round that was best on validation data; – where the method has used these. "
     "best*: in the best test round, which is what the paper reports; it is chosen by test data, so "
     "it flatters. difference: best* − paper. "
     f"cost: 10⁷ parameters for {COST_ROUNDS} rounds like the mean of these, as the paper counts."
@@ -249,7 +304,7 @@ ACCURACY_NOTE = (
 
 def _accuracy_table(chosen: TableRun, fraction: float, here: Sequence[Finding]) -> Table:
     header = (
-        *("", "seeds", "last", "of late", "chosen", "best*"),
+        *("", "seeds", "last", "natural", "repaired", "of late", "chosen", "best*"),
         *("paper", "difference", "cost", "paper's cost"),
     )
     rows = []
@@ -265,8 +320,9 @@ def _accuracy_table(chosen: TableRun, fraction: float, here: Sequence[Finding]) 
                 finding.row.label,
                 str(len(finding.records)),
                 spread(finding.values("last")),
+                *(_spread_or_dash(finding.of_clients(repaired)) for repaired in (False, True)),
                 f"{100 * finding.of_late():+.1f}",
-                spread(finding.values("chosen")),
+                _spread_or_dash(finding.chosen()),
                 spread(best),
                 "–" if paper is None else f"{paper[0]:.1f} ± {paper[1]:.1f}",
                 "–" if paper is None else f"{100 * statistics.mean(best) - paper[0]:+.1f}",
@@ -274,19 +330,24 @@ def _accuracy_table(chosen: TableRun, fraction: float, here: Sequence[Finding]) 
                 "–" if published_cost is None else f"{published_cost:g}",
             ]
         )
-    config = here[-1].records[0]["config"]
+    clients = len(here[-1].records[0]["clients"]["train_size"])
     what = "handwritten digits in the place of CIFAR-10, " if chosen.quick else ""
     title = (
         f"Table {chosen.table}, C={fraction:.2g}, {chosen.settings} settings: {what}"
-        f"{config['clients']} clients selected {_SELECTED[chosen.selection]}, "
+        f"{clients} clients {_SELECTED[chosen.selection]}, "
         f"{chosen.rounds} rounds"
     )
     return Table(title, header, rows, ACCURACY_NOTE)
 
 
+def _spread_or_dash(values: list[float] | None) -> str:
+    return "–" if values is None else spread(values)
+
+
 GAINS_NOTE = (
     "Points of test accuracy above local training, client by client in the same seed. Groups by "
-    "training samples (n) and by how many labels are among them. harmed: share of clients more "
+    "how a client came by its samples (natural, repaired), by training samples (n) and by how many "
+    "labels are among them. harmed: share of clients more "
     f"than {HARM:g} points below their own local model."
 )
 
@@ -302,46 +363,71 @@ def _gains_table(fraction: float, here: Sequence[Finding]) -> Table:
         gains = _client_gains(finding, local)
         if not gains:  # no seed in common: a shard
             continue
-        cells = [f"{statistics.mean(g for g, _, _ in gains):+.1f}"]
+        cells = [f"{statistics.mean(client.gain for client in gains):+.1f}"]
         for inside in groups.values():
-            members = [g for g, size, labels in gains if inside(size, labels)]
+            members = [client.gain for client in gains if inside(client)]
             cells.append(f"{statistics.mean(members):+.1f}" if members else "–")
-        harmed = statistics.mean(g < -HARM for g, _, _ in gains)
+        harmed = statistics.mean(client.gain < -HARM for client in gains)
         rows.append([finding.row.label, *cells, f"{100 * harmed:.0f}"])
     return Table(f"Against local training, C={fraction:.2g}", header, rows, GAINS_NOTE)
 
 
-def _groups(records: Iterable[Record]) -> dict[str, Any]:
+class _Gain(NamedTuple):
+    """Of one client."""
+
+    gain: float
+    """In points above its own local model."""
+    size: int
+    labels: int
+    repaired: bool | None
+    """None where the record does not say."""
+
+
+def _groups(records: Iterable[Record]) -> dict[str, Callable[[_Gain], bool]]:
     sizes = [size for record in records for size in record["clients"]["train_size"]]
     by_size: dict[str, Any] = {
-        f"n {size_group_name(low, high)}": lambda size, _, low=low, high=high: (
-            low <= size <= (high or size)
+        f"n {size_group_name(low, high)}": lambda client, low=low, high=high: (
+            low <= client.size <= (high or client.size)
         )
         for low, high in SIZE_GROUPS
         if any(low <= size <= (high or size) for size in sizes)
     }
-    return by_size | {
-        "1 label": lambda _, labels: labels == 1,
-        "2-3 labels": lambda _, labels: 2 <= labels <= 3,
-        "4+ labels": lambda _, labels: labels >= 4,
+    return {
+        "natural": lambda client: client.repaired is False,
+        "repaired": lambda client: client.repaired is True,
+        **by_size,
+        "1 label": lambda client: client.labels == 1,
+        "2-3 labels": lambda client: 2 <= client.labels <= 3,
+        "4+ labels": lambda client: client.labels >= 4,
     }
 
 
-def _client_gains(finding: Finding, local: Finding) -> list[tuple[float, int, int]]:
+def _client_gains(finding: Finding, local: Finding) -> list[_Gain]:
     """Those of all seeds that both have."""
     theirs = {record["config"]["seed"]: record for record in local.records}
     return [
-        gain
+        _Gain(*gain, repaired)
         for record in finding.records
         if (other := theirs.get(record["config"]["seed"])) is not None
-        for gain in client_gains(record, other, finding.row.kind)
+        for gain, repaired in zip(
+            client_gains(record, other, finding.row.kind),
+            record["clients"].get("repaired", [None] * len(record["clients"]["train_size"])),
+            strict=True,
+        )
     ]
 
 
 def gain_of_small_clients(finding: Finding, local: Finding) -> float:
     """Mean points above local training, of clients in the smallest group."""
     most = SIZE_GROUPS[0][1] or 0
-    return statistics.mean(g for g, size, _ in _client_gains(finding, local) if size <= most)
+    gains = _client_gains(finding, local)
+    return statistics.mean(client.gain for client in gains if client.size <= most)
+
+
+def gain_of_clients(finding: Finding, local: Finding, repaired: bool) -> float:
+    """Mean points above local training, of natural or of repaired clients."""
+    gains = _client_gains(finding, local)
+    return statistics.mean(client.gain for client in gains if client.repaired is repaired)
 
 
 def plot(chosen: TableRun, records: Mapping[str, Record]) -> Figure | None:
@@ -392,6 +478,8 @@ def with_options(
     selection: str | None = None,
     fractions: Sequence[float] | None = None,
     seeds: Sequence[int] | None = None,
+    second_validation: bool = False,
+    repair: bool = True,
 ) -> TableRun:
     """``chosen`` with what a user asked for instead."""
     if settings is not None and settings not in ("paper", "tuned"):
@@ -404,5 +492,7 @@ def with_options(
         "rounds": rounds,
         "fractions": None if fractions is None else tuple(fractions),
         "seeds": None if seeds is None else tuple(seeds),
+        "second_validation": second_validation,
+        "repair": repair,
     }
     return replace(chosen, **{key: value for key, value in changes.items() if value is not None})

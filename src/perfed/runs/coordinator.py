@@ -24,7 +24,7 @@ from perfed.core.errors import ConfigError, Diverged, Refused, RunError
 from perfed.core.message import Message
 from perfed.core.metrics import Columns, load_metrics, summarize
 from perfed.core.own_code import running, wrong_return
-from perfed.core.selection import evaluated_clients
+from perfed.core.selection import counted, evaluated_clients
 from perfed.core.streams import torch_stream
 from perfed.core.tree import Tree, find_not_finite, flatten
 from perfed.core.wire import Link
@@ -394,14 +394,25 @@ class Coordinator(ABC):
         self._described = {}
         if not replies:  # nobody answered: the server knows what it knew
             return
-        ordered = [Reply(self.info(client), replies[client]) for client in sorted(replies)]
         server = self.server(round)
+        clients = sum(server.architectures.values())
+        ordered = [self._reply(client, replies[client], clients) for client in sorted(replies)]
         before = self.progress.state
         stream = torch_stream(self.experiment.seed, "server-module", round=round)
         with stream, running(self.algorithm, "merge"):
             state = self.algorithm.merge(server, before, ordered)
         self.progress.state = self._checked_state("merge", state)
         self._described = self.algorithm.describe(before, state)
+
+    def _reply(self, client: int, message: Message, clients: int) -> Reply:
+        """With what it counts where models are averaged."""
+        info, experiment = self.info(client), self.experiment
+        once = experiment.averaging == "size-once"
+        everyone = self.algorithm.trains_everyone()
+        drawn = clients if everyone else experiment.clients_per_round
+        selected_by_size = experiment.selection == "by-size"
+        weight = counted(info.samples, once and selected_by_size, drawn, clients)
+        return Reply(info, message, weight)
 
     def _started(self) -> Tree:
         """The server's state before anything has crossed."""

@@ -64,8 +64,9 @@ class Result:
         """The numbers so far, from the lines of the run.
 
         ``last`` is the last evaluated round, ``chosen`` the one with the best mean *validation*
-        accuracy (the earliest of equals). ``best_test`` is what the paper reports; it is chosen by
-        test data, so it flatters, and is no result.
+        accuracy (the earliest of equals); ``validation_is_used`` says where the algorithm has seen
+        these samples itself, so that the choice flatters. ``best_test`` is what the paper reports;
+        it is chosen by test data, so it flatters, and is no result.
         """
         lines = self.directory.lines("rounds.jsonl")
         evaluated = [line for line in lines if "evaluation" in line]
@@ -77,6 +78,7 @@ class Result:
             "seed": self.experiment.seed,
             "rounds": evaluated[-1]["round"] + 1,
             "finished": evaluated[-1]["round"] + 1 == self.experiment.rounds,
+            **({"validation_is_used": True} if self.experiment.validation_is_used else {}),
             "models": {
                 kind: {
                     "last": _at(evaluated[-1], kind),

@@ -16,6 +16,7 @@ MAY_CHANGE = (
     "evaluate_every",
     "clients_per_round",
     "selection",
+    "averaging",
     "training.learning_rate",
     "training.schedule",
     "training.steps",

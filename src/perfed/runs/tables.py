@@ -28,6 +28,9 @@ round that was best on validation data. worst 10 %: mean of the tenth of the
 clients that fare worst. *The best test round, which the paper reports, is chosen
 by test data: it flatters, and is no result. Parameters are counted as the paper
 does (a broadcast once), bytes as sent."""
+NOT_CHOSEN = """
+A dash for chosen: the algorithm uses validation samples itself, so they cannot
+choose its round; with --set split.second_validation=true half of them can."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,16 @@ class Row:
 
     def values(self, get: Callable[[dict[str, Any]], float]) -> list[float]:
         return [get(summary["models"][self.kind]) for summary in self.summaries]
+
+    @property
+    def validation_is_used(self) -> bool:
+        return any(summary.get("validation_is_used") for summary in self.summaries)
+
+    def chosen(self) -> str:
+        """A dash where the algorithm has seen the samples that the round is chosen by."""
+        if self.validation_is_used:
+            return "–"
+        return spread(self.values(lambda models: models["chosen"]["test_accuracy"]))
 
     def traffic(self, *names: str) -> float:
         totals = [float(sum(s["traffic"][name] for name in names)) for s in self.summaries]
@@ -60,7 +73,7 @@ def cells(row: Row) -> list[str]:
         row.algorithm,
         row.kind,
         spread(row.values(lambda m: m["last"]["test_accuracy"])),
-        spread(row.values(lambda m: m["chosen"]["test_accuracy"])),
+        row.chosen(),
         spread(row.values(lambda m: m["best_test"]["test_accuracy"])),
         spread(row.values(lambda m: m["last"]["test_accuracy_worst_decile"])),
         quantity(row.traffic("up_parameters", "down_parameters")),
@@ -85,7 +98,9 @@ def quantity(value: float, unit: str = "") -> str:
 
 
 def summary(summaries: Sequence[dict[str, Any]]) -> Table:
-    return Table("", HEADER, [cells(row) for row in rows(summaries)], FOOTNOTE, names=2)
+    shown = rows(summaries)
+    note = FOOTNOTE + NOT_CHOSEN * any(row.validation_is_used for row in shown)
+    return Table("", HEADER, [cells(row) for row in shown], note, names=2)
 
 
 HARM = 2.0  # points

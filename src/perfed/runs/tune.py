@@ -1,6 +1,7 @@
 """A search over settings by validation accuracy; every trial is kept.
 
-Test accuracy is not looked at. Seeds are by default none of those that results are reported on, so
+Test accuracy is not looked at. Where an algorithm uses validation samples itself, half of them are
+kept from it. Seeds are by default none of those that results are reported on, so
 that neither the partition nor the public set of a reported run had a part in the choice.
 """
 
@@ -79,7 +80,7 @@ class Search:
             apply_override(values, f"{key}={value}")
         experiment = parse(values | {"seed": seed})
         assert not isinstance(experiment, Comparison)
-        return experiment
+        return with_second_validation(experiment)
 
     def result(self, records: Mapping[str, Record]) -> dict[str, Any]:
         """Every choice with a record of each seed, the best first."""
@@ -155,6 +156,14 @@ class Search:
         return {key: list(values) for key, values in self.grid.items()}
 
 
+def with_second_validation(experiment: Experiment) -> Experiment:
+    """Where the algorithm uses validation samples itself, half of them are kept from it, so that
+    the choice is by samples that it has not seen."""
+    if not experiment.algorithm.uses_validation:
+        return experiment
+    return replace(experiment, split=replace(experiment.split, second_validation=True))
+
+
 def validation_accuracy(record: Record) -> float:
     """Mean over all clients after the last round, of the model that a client would use."""
     accuracy: float = headline(record["summary"]["models"])["last"]["validation_accuracy"]
@@ -178,6 +187,8 @@ def tables(result: Mapping[str, Any]) -> list[Table]:
         shown = "diverged" if trial["failed"] else f"{100 * score:.1f}"
         rows.append([*(shown_value(trial["choice"][key]) for key in keys), shown])
     note = f"Mean validation accuracy in %, after the last round, seeds {result['seeds']}. "
+    if result["config"]["split"].get("second_validation"):
+        note += "The algorithm saw half of the validation samples, these are of the other half. "
     note += f"{len(rows)} of {result['of']} settings tried; of equals, the first counts."
     title = f"Settings of {result['algorithm']}"
     return [Table(title, [*keys, "validation accuracy"], rows, note, names=0)]
