@@ -159,8 +159,9 @@ def profile() -> str:
     rate = step["flops_per_step"] / convolutions
     share = rate / bench["peak_flops"]["bf16"]
     note = (
-        f"By their own times, which other kernels beside them lengthen, the convolutions run at "
-        f"{rate / 1e12:.0f} TFLOP/s, {100 * share:.0f} % of what a large matrix product reaches here {machine(record['environment'])}."
+        "By their own times, which other kernels beside them lengthen, the convolutions run at "
+        f"{rate / 1e12:.0f} TFLOP/s, {100 * share:.0f} % of what a large matrix product reaches "
+        f"here {machine(record['environment'])}."
     )
     return "\n".join([*lines, "", note])
 
