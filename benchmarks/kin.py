@@ -290,11 +290,19 @@ def _row(setting: str, method: str, records: Mapping[str, Record]) -> dict[str, 
 def write(
     name: str, content: Mapping[str, Any], family: str, records: Mapping[str, Record]
 ) -> None:
-    newest = max((r["environment"] for r in records.values()), key=lambda one: one["started"])
     settings = {name: setting._asdict() for name, setting in SETTINGS.items()}
-    origin = {"config": FAMILIES[family], "settings": settings, "environment": newest}
+    origin = {"config": FAMILIES[family], "settings": settings, "environments": machines(records)}
     path = RESULTS / f"{name}_{family}.json"
     path.write_text(json.dumps({**content, **origin}, separators=(",", ":")) + "\n", "utf-8")
+
+
+def machines(records: Mapping[str, Record]) -> list[dict[str, Any]]:
+    """Each kind of machine once, as it was when it was used last."""
+    found: dict[str, dict[str, Any]] = {}
+    for environment in (record["environment"] for record in records.values()):
+        kind = json.dumps([environment[key] for key in ("device", "python", "packages")])
+        found[kind] = max(environment, found.get(kind, environment), key=lambda e: e["started"])
+    return list(found.values())
 
 
 def main(action: str, family: str, *rest: str) -> None:

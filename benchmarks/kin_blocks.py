@@ -163,15 +163,17 @@ def repaired() -> str:
 def _note(family: str, record: dict[str, Any]) -> str:
     config = record["config"]
     fresh = config.get("fresh_test", 0)
+    has_weights = any(row["method"] in ("ditto", "c=3") for row in record["rows"])
+    tuned = f"; λ of PerFed-CKT and Ditto by the validation data of seeds {record['tuning_seeds']}"
+    tuned = tuned if has_weights else ""
     judged = f"{fresh:,} fresh samples for each client" if fresh else "clients' own test samples"
     return (
         f"{FAMILIES[family]}: {config['clients']} clients, {config['clients_per_round']} a round, "
-        f"{config['rounds']} rounds, seeds {record['seeds']}; λ of PerFed-CKT and Ditto by the "
-        f"validation data of seeds {record['tuning_seeds']}. Local: accuracy in percent. All "
-        f"others: points above local training, mean over clients / percent of clients more than "
+        f"{config['rounds']} rounds, seeds {record['seeds']}{tuned}. Local: accuracy in percent. "
+        "All others: points above local training, mean over clients / percent of clients more than "
         f"{HARM:g} points below their own local model. 95 %: interval of PerFed-Kin's mean, seeds "
         f"and clients drawn anew {DRAWS:,} times. Evaluated on {judged} "
-        f"{machine(record['environment'])}."
+        f"{' and '.join(map(machine, record['environments']))}."
     )
 
 
@@ -180,5 +182,6 @@ BLOCKS = {
     "kin-minority": lambda: minority("digits"),
     "kin-ablation": lambda: ablation("digits"),
     "kin-repaired": repaired,
+    "kin-digits-three": lambda: comparison("digits-three"),
     "kin-cifar": lambda: comparison("cifar"),
 }
