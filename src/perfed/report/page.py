@@ -17,7 +17,7 @@ from perfed.report.charts import Chart, charts, listed
 from perfed.report.gather import Run, Series
 from perfed.report.svg import inline_svg
 from perfed.runs.directory import FEDERATION
-from perfed.runs.tables import FOOTNOTE, HEADER, Row, against_local, cells, quantity, rows
+from perfed.runs.tables import HEADER, Row, against_local, cells, footnote, quantity, rows
 
 GROUND = ("#f6f6f4", "#141518")
 RELOAD_SECONDS = 4
@@ -299,9 +299,11 @@ def _summary(report: Report) -> str:
     numbers = {(curve.runs[0].label, curve.kind): curve.number for curve in report.curves}
     body = [_row(row, numbers[row.algorithm, row.kind]) for row in table]
     early = [f"{run.title} (round {max(run.evaluated) + 1})" for run in begun if not run.over]
-    note = f"{FOOTNOTE} Not finished, so after the last evaluation: {'; '.join(early)}."
+    note = footnote(table)
+    if early:
+        note += f" Not finished, so after the last evaluation: {'; '.join(early)}."
     head = _cells("th", [escape(name) for name in HEADER], 2)
-    return _card("summary", "Summary", head, body, note if early else FOOTNOTE)
+    return _card("summary", "Summary", head, body, note)
 
 
 def _against_local(report: Report) -> str:

@@ -68,6 +68,10 @@ def rows(summaries: Sequence[dict[str, Any]]) -> list[Row]:
     return [Row(name, kind, tuple(group)) for (name, kind), group in grouped.items()]
 
 
+def footnote(shown: Sequence[Row]) -> str:
+    return FOOTNOTE + NOT_CHOSEN * any(row.validation_is_used for row in shown)
+
+
 def cells(row: Row) -> list[str]:
     return [
         row.algorithm,
@@ -99,7 +103,7 @@ def quantity(value: float, unit: str = "") -> str:
 
 def summary(summaries: Sequence[dict[str, Any]]) -> Table:
     shown = rows(summaries)
-    note = FOOTNOTE + NOT_CHOSEN * any(row.validation_is_used for row in shown)
+    note = footnote(shown)
     return Table("", HEADER, [cells(row) for row in shown], note, names=2)
 
 
