@@ -46,7 +46,7 @@ def refusal(
         (["--set", "rounds=many"], "perfed: rounds: expected a whole number, got str 'many'"),
         (["--set", "algorithm.clusters=4"], "4 clusters of 3 clients: must be at most"),
         (["--set", "clients_per_round=7"], "7 of 6 clients a round: must be at most clients, 6"),
-        (["--set", "algorithm=perfed"], "unknown algorithm 'perfed'; did you mean 'perfed-ckt'?"),
+        (["--set", "algorithm=perfed-ct"], "algorithm 'perfed-ct'; did you mean 'perfed-ckt'?"),
         (["--set", "data={name: npz, path: gone.npz}"], "data.path: no such file: 'gone.npz'"),
         (["--set", "data.public=0"], "algorithm: 'perfed-ckt' needs a public set"),
         (["--set", "clients=2000"], "clients: 2000 clients need at least 6000 samples"),

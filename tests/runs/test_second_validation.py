@@ -114,7 +114,9 @@ def test_who_does_not_declare_that_it_looks_at_validation_samples_is_told() -> N
 
 
 def test_who_declares_it() -> None:
-    assert {name for name in algorithms if algorithms[name].uses_validation} == {
+    declared = [name for name in algorithms if algorithms[name].uses_validation]
+    # Other tests register algorithms, too.
+    assert {name for name in declared if algorithms[name].__module__.startswith("perfed.")} == {
         "fedfomo",
         "perfed-evidence",
         "perfed-kin",
