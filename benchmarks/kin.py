@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 from committed import ROOT, result
+from studies import folder_name, machines
 from torch import Tensor
 
 from perfed import Execution, Experiment
@@ -168,7 +169,7 @@ def label(algorithm: Mapping[str, Any]) -> str:
 
 def trials(family: str) -> dict[str, Experiment]:
     return {
-        folder_name(setting, label(algorithm), seed): experiment(family, setting, algorithm, seed)
+        run_name(setting, label(algorithm), seed): experiment(family, setting, algorithm, seed)
         for setting in SETTINGS
         for method in WEIGHTS
         for algorithm in tried(method)
@@ -176,9 +177,8 @@ def trials(family: str) -> dict[str, Experiment]:
     }
 
 
-def folder_name(setting: str, method: str, seed: int) -> str:
-    text = f"{setting}-{method}-seed{seed}"
-    return "".join(c if c.isalnum() or c in "-=." else "_" for c in text)
+def run_name(setting: str, method: str, seed: int) -> str:
+    return folder_name(f"{setting}-{method}-seed{seed}")
 
 
 def chosen(family: str, records: Mapping[str, Record]) -> dict[str, dict[str, float]]:
@@ -188,7 +188,7 @@ def chosen(family: str, records: Mapping[str, Record]) -> dict[str, dict[str, fl
         scores: dict[str, dict[float, float]] = {}
         for method in WEIGHTS:
             for algorithm in tried(method):
-                names = [folder_name(setting, label(algorithm), seed) for seed in TUNING_SEEDS]
+                names = [run_name(setting, label(algorithm), seed) for seed in TUNING_SEEDS]
                 score = statistics.mean(validation_accuracy(records[name]) for name in names)
                 clusters = algorithm.get("clusters")
                 key = method if clusters is None else f"c={clusters}"
@@ -242,7 +242,7 @@ def cells(
 ) -> dict[str, Experiment]:
     """All of them, or those of some methods and settings."""
     return {
-        folder_name(setting, method, seed): experiment(family, setting, algorithm, seed)
+        run_name(setting, method, seed): experiment(family, setting, algorithm, seed)
         for seed in SEEDS
         for setting in settings or SETTINGS
         for method, algorithm in methods(family, setting, seed).items()
@@ -264,8 +264,8 @@ def _row(setting: str, method: str, records: Mapping[str, Record]) -> dict[str, 
     """Of every client of every seed: points above its local model, group, made by the repair."""
     seeds, accuracy, clients, sent = [], [], [], []
     for seed in SEEDS:
-        local = records.get(folder_name(setting, "local", seed))
-        record = records.get(folder_name(setting, method, seed))
+        local = records.get(run_name(setting, "local", seed))
+        record = records.get(run_name(setting, method, seed))
         if not (local and record and "summary" in record and "summary" in local):
             continue
         reached = record["clients"]["test_accuracy"][headline_kind(record["summary"]["models"])]
@@ -294,15 +294,6 @@ def write(
     origin = {"config": FAMILIES[family], "settings": settings, "environments": machines(records)}
     path = RESULTS / f"{name}_{family}.json"
     path.write_text(json.dumps({**content, **origin}, separators=(",", ":")) + "\n", "utf-8")
-
-
-def machines(records: Mapping[str, Record]) -> list[dict[str, Any]]:
-    """Each kind of machine once, as it was when it was used last."""
-    found: dict[str, dict[str, Any]] = {}
-    for environment in (record["environment"] for record in records.values()):
-        kind = json.dumps([environment[key] for key in ("device", "python", "packages")])
-        found[kind] = max(environment, found.get(kind, environment), key=lambda e: e["started"])
-    return list(found.values())
 
 
 def main(action: str, family: str, *rest: str) -> None:

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from committed import ROOT, result
+from studies import folder_name, machines
 
 from perfed import Execution, Experiment
 from perfed.algorithms.local import Local
@@ -174,12 +175,8 @@ def cells(family: str, judge: str = "") -> Iterator[Cell]:
             for seed in SEEDS:
                 what = experiment(family, partition, algorithm, seed)
                 what = replace(what, **JUDGES[judge])
-                name = _folder_name(f"{partition}-{run}-seed{seed}")
+                name = folder_name(f"{partition}-{run}-seed{seed}")
                 yield Cell(partition, method, seed, name, what, kind)
-
-
-def _folder_name(text: str) -> str:
-    return "".join(c if c.isalnum() or c in "-=." else "_" for c in text)
 
 
 # Runs by name, of each value tried for λ, of each thing that it is looked for.
@@ -233,7 +230,7 @@ def trial(
         if step is not None:
             what = replace(what, training=replace(what.training, learning_rate=step))
         name = "-".join(f"{part:g}" for part in (weight, step) if part is not None)
-        runs[_folder_name(f"{partition}-{method}-{name}-seed{seed}")] = what
+        runs[folder_name(f"{partition}-{method}-{name}-seed{seed}")] = what
     return runs
 
 
@@ -336,12 +333,7 @@ def _per_round(records: list[Record], unit: str) -> int:
 def _origin(
     family: str, records: Mapping[str, Record], changes: Mapping[str, Any]
 ) -> dict[str, Any]:
-    machines: dict[str, dict[str, Any]] = {}
-    for record in records.values():
-        what = dict(record["environment"])
-        machine = json.dumps([what["device"], what["python"], what["packages"]])
-        machines[machine] = max(what, machines.get(machine, what), key=lambda one: one["started"])
-    newest = sorted(machines.values(), key=lambda one: one["started"], reverse=True)
+    newest = machines(records)
     return {
         "config": FAMILIES[family] | changes,
         "partitions": PARTITIONS[family],

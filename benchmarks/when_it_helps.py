@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from studies import folder_name
+
 from perfed import Experiment
 from perfed.config import apply_override
 from perfed.core.schema import from_mapping
@@ -123,11 +125,7 @@ class Setting:
                 # Local training has no λ: settings that differ in it only share the run.
                 weight = "" if method == "local" else f"-{self.weight:g}"
                 name = f"{self.partition}-{self.change}-{method}{weight}-seed{seed}"
-                yield _folder_name(name), method, experiment
-
-
-def _folder_name(text: str) -> str:
-    return "".join(c if c.isalnum() or c in "-=." else "_" for c in text)
+                yield folder_name(name), method, experiment
 
 
 def settings(which: str) -> list[Setting]:

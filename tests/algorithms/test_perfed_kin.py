@@ -15,15 +15,11 @@ from perfed.algorithms.perfed_kin import (
 )
 from perfed.core.algorithm import ClientInfo
 from perfed.core.message import Message
+from tests.algorithms.test_perfed_evidence import softmax
 from tests.conftest import played, simulate
 
 CLASSES = 5
 PUBLIC = 60
-
-
-def softmax(z: np.ndarray) -> np.ndarray:
-    e = np.exp(z - z.max(axis=-1, keepdims=True))
-    return e / e.sum(axis=-1, keepdims=True)
 
 
 class ByHand:
@@ -129,6 +125,15 @@ def test_other_labels_alone_make_no_kind() -> None:
     """Clients that share few classes, or none, have no reason to part."""
     decisions, samples = world([0] * 20)
     assert len(found_kinds(heard(skewed(decisions), samples), 2.0).unique()) == 1
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_in_the_end_nobody_would_fit_another_group_better(seed: int) -> None:
+    """Groups were split one after the other; who was put on the wrong side early has moved."""
+    said = heard(*world([0, 1, 2, 3] * 6, 4.0, seed))
+    kind = found_kinds(said, 2.0)
+    fits = torch.stack([said.fit(kind == group) for group in range(int(kind.max()) + 1)])
+    assert torch.equal(fits.argmax(0), kind)
 
 
 def test_the_order_of_clients_does_not_matter() -> None:

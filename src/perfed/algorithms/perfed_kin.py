@@ -138,6 +138,9 @@ class Witnesses:
     right: Tensor
     """What each adds to the right-hand side: its log-ratios, less their mean under q, times samples
     and q, (m, N, |P|)."""
+    products: Tensor
+    """Of any two classes of a client, the sum of the products of these over the public set,
+    (m, N, N)."""
 
     @classmethod
     def hear(cls, decisions: Tensor, samples: Tensor) -> Witnesses:
@@ -149,16 +152,15 @@ class Witnesses:
         ratios = ratios - torch.einsum("mpy,my->mp", ratios, spoken)[..., None]
         weights = samples[:, None] * spoken
         laplacian = torch.diag_embed(weights) - weights[:, :, None] * spoken[:, None]
-        return cls(spoken, samples, laplacian, (weights[:, None] * ratios).mT.contiguous())
+        right = (weights[:, None] * ratios).mT.contiguous()
+        return cls(spoken, samples, laplacian, right, right @ right.mT)
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def only(self, chosen: Tensor) -> Witnesses:
         """Some of them, by number."""
-        parts = (self.spoken, self.samples, self.laplacian, self.right)
-        spoken, samples, laplacian, right = (part[chosen] for part in parts)
-        return Witnesses(spoken, samples, laplacian, right)
+        return Witnesses(**{name: values[chosen] for name, values in vars(self).items()})
 
     @property
     def voice(self) -> Tensor:
@@ -181,8 +183,7 @@ class Witnesses:
         table of |P|×N numbers is made for each client.
         """
         chosen = members.double()
-        own = chosen[:, None, None]
-        mine = torch.einsum("kap,kbp->kab", self.right, self.right)
+        own, mine = chosen[:, None, None], self.products
         everything = self._sum(chosen)
         with_me = torch.einsum("ap,kbp->kab", everything, self.right)
         squares = everything @ everything.T - own * (with_me + with_me.mT - mine)
