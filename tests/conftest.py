@@ -61,13 +61,19 @@ def uses_ray(item: pytest.Item | None) -> bool:
     return item is not None and item.get_closest_marker("ray") is not None
 
 
+# Networks that the tests of every algorithm share give features of one width, as some methods need.
+MLP_50: dict[str, Any] = {"name": "mlp", "hidden": [50]}
+"""As wide as the CNN."""
+
 TINY: dict[str, Any] = {
     "rounds": 3,
     "clients": 6,
     "clients_per_round": 3,
     "data": {"name": "digits", "public": 30},
     "partition": {"name": "groups", "groups": 2},
-    "models": {"architectures": [{"name": "mlp", "hidden": [8]}, {"name": "mlp", "hidden": [12]}]},
+    "models": {
+        "architectures": [{"name": "mlp", "hidden": [8]}, {"name": "mlp", "hidden": [12, 8]}]
+    },
     "training": {"steps": 2, "batch_size": 8, "public_batch_size": 8, "learning_rate": 0.1},
     "algorithm": {"name": "perfed-ckt", "clusters": 2},
 }

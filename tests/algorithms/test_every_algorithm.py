@@ -32,7 +32,7 @@ from perfed.core.message import Message
 from perfed.core.tensorfile import decode, encode
 from perfed.core.tree import Tree
 from perfed.core.wire import At, Stage
-from tests.conftest import played, simulate, spec, tiny
+from tests.conftest import MLP_50, played, simulate, spec, tiny
 from tests.engines.clients import working_client
 
 ALL = list(perfed.algorithms)
@@ -42,8 +42,8 @@ class WithDropout(torch.nn.Sequential):
     """Draws random numbers in training mode: they too must be addressed."""
 
     def __init__(self, shape: tuple[int, ...], classes: int) -> None:
-        layers = torch.nn.Flatten(), torch.nn.Linear(64, 16), torch.nn.Dropout(0.5)
-        super().__init__(*layers, torch.nn.Linear(16, classes))
+        layers = torch.nn.Flatten(), torch.nn.Linear(64, 50), torch.nn.Dropout(0.5)
+        super().__init__(*layers, torch.nn.Linear(50, classes))
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Scrambled(Stage):
         return message, state
 
 
-MODELS = {"architectures": ["mlp", {"name": "cnn", "batchnorm": True}]}
+MODELS = {"architectures": [MLP_50, {"name": "cnn", "batchnorm": True}]}
 
 
 @pytest.mark.parametrize("name", ALL)

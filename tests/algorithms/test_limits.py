@@ -17,10 +17,10 @@ from perfed.core.streams import stream_key
 from perfed.core.tree import Weights
 from perfed.engines.base import Sgd
 from perfed.runs.simulation import Simulation
-from tests.conftest import played, simulate, spec
+from tests.conftest import MLP_50, played, simulate, spec
 from tests.engines.clients import run_task, working_client
 
-MODELS = {"architectures": ["mlp", {"name": "cnn", "batchnorm": True}]}
+MODELS = {"architectures": [MLP_50, {"name": "cnn", "batchnorm": True}]}
 LOCAL = {"name": "local", "participation": "selected"}
 
 

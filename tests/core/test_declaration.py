@@ -38,7 +38,7 @@ from perfed.core.declaration import (
 from perfed.core.errors import Refused
 from perfed.core.message import Message
 from perfed.core.tree import Weights
-from tests.conftest import played, spec
+from tests.conftest import MLP_50, played, spec
 
 OWN = Weights(
     {"body.weight": torch.zeros(4, 3), "head.weight": torch.zeros(2, 4)},
@@ -225,7 +225,7 @@ def test_every_algorithm_declares_what_it_sends(name: str) -> None:
     """In every direction; and what it sends fits, for three architectures with BatchNorm."""
     declared = perfed.algorithms[name]().messages()
     assert None not in (declared.up, declared.down, declared.evaluation)
-    models = {"architectures": ["mlp", {"name": "cnn", "batchnorm": True}]}
+    models = {"architectures": [MLP_50, {"name": "cnn", "batchnorm": True}]}
     simulation = played(3, algorithm=spec(name), models=models)
     assert not simulation.refused
     declared = simulation.algorithm.messages()

@@ -26,7 +26,7 @@ from perfed.engines.stacked.plan import plan_of
 from perfed.engines.stacked.stack import StackedModule
 from perfed.models.pictures import Added, _inception, _inverted, _normed
 from perfed.runs.simulation import Simulation
-from tests.conftest import spec, tiny
+from tests.conftest import MLP_50, spec, tiny
 from tests.engines.test_layers import LAYERS, compare
 from tests.engines.test_sequences import GRU, PHRASES, SENSORS, TOKEN
 from tests.engines.test_sequences import experiment as sequences
@@ -128,7 +128,7 @@ def test_a_run_resumes_on_the_gpu(algorithm: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("engine", ["sequential", "stacked"])
 @pytest.mark.parametrize("name", list(perfed.algorithms))
 def test_the_same_numbers_on_the_gpu(name: str, engine: str) -> None:
-    changes = {"algorithm": spec(name), "models": ["mlp", {"name": "cnn", "batchnorm": True}]}
+    changes = {"algorithm": spec(name), "models": [MLP_50, {"name": "cnn", "batchnorm": True}]}
     expected = losses("cpu", "sequential", **changes)
     assert losses("cuda", engine, **changes) == pytest.approx(expected, rel=1e-3)
 

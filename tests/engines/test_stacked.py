@@ -37,12 +37,12 @@ from perfed.engines.stacked.recorded import TapedForward, TapedTraining, without
 from perfed.engines.stacked.requests import objective_key
 from perfed.engines.stacked.stack import DICE, StackedModule, stack_tensors
 from perfed.runs.simulation import Simulation
-from tests.conftest import SEQUENTIAL, STACKED, TINY, simulate, spec, tiny
+from tests.conftest import MLP_50, SEQUENTIAL, STACKED, TINY, simulate, spec, tiny
 
 CNN = {"name": "cnn"}
 CNN_BN = {"name": "cnn", "batchnorm": True}
 ALIKE = {"batchnorm": [CNN_BN], "plain": [CNN]}
-MIXED = ["mlp", CNN_BN, CNN]
+MIXED = [MLP_50, CNN_BN, CNN]
 
 
 class Odd(nn.Module):
@@ -218,7 +218,7 @@ class PoolingAfterRelu(nn.Sequential):
         convolution = nn.Conv2d(shape[0], 3, 3, padding=1)
         norm = nn.BatchNorm2d(3)
         layers = [convolution, norm, nn.ReLU(), nn.MaxPool2d(3, 2, padding=1), nn.Flatten()]
-        super().__init__(*layers, nn.Linear(48, classes))
+        super().__init__(*layers, nn.Linear(48, 16), nn.Linear(16, classes))
 
 
 class Viewing(nn.Module):
