@@ -80,6 +80,8 @@ TINY: dict[str, Any] = {
 
 
 FEW: dict[str, dict[str, Any]] = {
+    "comet": {"clusters": 2},
+    "kt-pfl": {"digest_steps": 2},
     "perfed-ckt": {"clusters": 2},
     "hypcluster": {"clusters": 2},
     "feddf": {"steps": 20},

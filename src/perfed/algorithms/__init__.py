@@ -1,5 +1,6 @@
 """One file per algorithm; importing this package registers them all."""
 
+from perfed.algorithms.comet import Comet
 from perfed.algorithms.ditto import Ditto
 from perfed.algorithms.fedavg import FedAvg
 from perfed.algorithms.fedavg_ft import FedAvgFT
@@ -7,6 +8,7 @@ from perfed.algorithms.feddf import FedDF
 from perfed.algorithms.fedfomo import FedFomo
 from perfed.algorithms.fedprox import FedProx
 from perfed.algorithms.hypcluster import HypCluster
+from perfed.algorithms.kt_pfl import KTpFL
 from perfed.algorithms.local import Local
 from perfed.algorithms.majority import Majority
 from perfed.algorithms.perfed_ckt import PerFedCKT
@@ -16,6 +18,7 @@ from perfed.algorithms.perfedavg import PerFedAvg
 from perfed.algorithms.scaffold import Scaffold
 
 __all__ = [
+    "Comet",
     "Ditto",
     "FedAvg",
     "FedAvgFT",
@@ -23,6 +26,7 @@ __all__ = [
     "FedFomo",
     "FedProx",
     "HypCluster",
+    "KTpFL",
     "Local",
     "Majority",
     "PerFedAvg",
