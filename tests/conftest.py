@@ -81,10 +81,12 @@ TINY: dict[str, Any] = {
 
 FEW: dict[str, dict[str, Any]] = {
     "comet": {"clusters": 2},
+    "cosmos": {"clusters": 2, "digest_steps": 2, "steps": 5},
     "kt-pfl": {"digest_steps": 2},
     "perfed-ckt": {"clusters": 2},
     "hypcluster": {"clusters": 2},
     "feddf": {"steps": 20},
+    "selective-fd": {"digest_steps": 2, "ambiguity": 1},
 }
 
 

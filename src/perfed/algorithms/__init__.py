@@ -1,6 +1,7 @@
 """One file per algorithm; importing this package registers them all."""
 
 from perfed.algorithms.comet import Comet
+from perfed.algorithms.cosmos import Cosmos
 from perfed.algorithms.ditto import Ditto
 from perfed.algorithms.fedavg import FedAvg
 from perfed.algorithms.fedavg_ft import FedAvgFT
@@ -16,9 +17,11 @@ from perfed.algorithms.perfed_evidence import PerFedEvidence
 from perfed.algorithms.perfed_kin import PerFedKin
 from perfed.algorithms.perfedavg import PerFedAvg
 from perfed.algorithms.scaffold import Scaffold
+from perfed.algorithms.selective_fd import SelectiveFD
 
 __all__ = [
     "Comet",
+    "Cosmos",
     "Ditto",
     "FedAvg",
     "FedAvgFT",
@@ -34,4 +37,5 @@ __all__ = [
     "PerFedEvidence",
     "PerFedKin",
     "Scaffold",
+    "SelectiveFD",
 ]
