@@ -26,6 +26,7 @@ from tests.flower.setting import write_federation
 from tests.flower.test_site import PLAN, header, join, play, site
 
 WITHOUT_WEIGHTS = {"local", "majority", "perfed-ckt", "perfed-evidence", "perfed-kin"}
+WITHOUT_WEIGHTS |= {"comet", "cosmos", "kt-pfl", "selective-fd"}
 PLANTED = "from pathlib import Path\nPath(__file__).with_suffix('.ran').touch()\nclass X: ...\n"
 
 

@@ -18,9 +18,9 @@ is called MAPL). The paper's own text was not at hand. These are guesses or choi
 - B. In their code it grows until there are at most so many clusters as there truly are groups. Here
   the option ``clusters`` is that number, and B the first distance of a pair at which it is reached.
 - Clients that are not selected. Theirs all take part. Here the clients of the first round are
-  clustered. Who answers later for the first time joins the cluster whose mean is nearest. The server
-  keeps the last soft decisions of each client, and a cluster's mean is over all its clients. A
-  network is trained in the rounds in which one of its clients answers. A client without a cluster
+  clustered. Who answers later for the first time joins the cluster whose mean is nearest. The
+  server keeps the last soft decisions of each client, and a cluster's mean is over all its clients.
+  A network is trained in the rounds in which one of its clients answers. A client without a cluster
   gets nothing, and only trains.
 - The smoothness regularizer, λ. Their code takes the mean squared difference between what the
   network says with and without a little noise on its inputs, but without a gradient, so that it
@@ -47,6 +47,7 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy, mse_loss
 
+from perfed.algorithms.perfed_evidence import first_hand
 from perfed.core.algorithm import (
     Algorithm,
     Client,
@@ -57,7 +58,6 @@ from perfed.core.algorithm import (
     Reply,
     Server,
     algorithms,
-    supervised,
     trainable,
 )
 from perfed.core.declaration import PROBABILITIES, Array, Maybe, Messages
@@ -104,7 +104,7 @@ class Cosmos(Algorithm):
         digested = client.sgd(
             client.weights, self.digest, message.get("pseudo_labels"), steps=steps, stream=1
         )
-        client.weights = client.sgd(digested, supervised, stream=0)
+        client.weights = client.sgd(digested, first_hand, stream=0)
         return Message(soft_decisions=client.soft_decisions())
 
     def digest(self, model: Network, private: Private, public: Public, labels: Tensor) -> Tensor:

@@ -3,21 +3,21 @@
 Zhang, Guo, Ma, Wang, Xu, Wu: *Parameterized Knowledge Transfer for Personalized Federated
 Learning*, NeurIPS 2021. Clients send soft decisions s_m on public samples, softened by a
 temperature. Row n of the knowledge coefficient matrix c (K×K) says how much client n takes from
-each of the K clients: its teacher is t_n = Σ_m c_nm s_m. The server moves each row down the gradient
-of
+each of the K clients: its teacher is t_n = Σ_m c_nm s_m. The server moves each row a step down the
+gradient of
 
     KL(t_n ‖ s_n), mean over the public samples,  +  ρ Σ_m (c_nm − 1/K)².
 
-The first term draws a row to the clients that say the same, in the end to n itself. The second keeps
-it near the plain mean. In a round a client distils from its teacher, trains on its own data, and
-sends what it then says: the order of the authors' code.
+The first term draws a row to the clients that say the same, in the end to n itself. The second
+keeps it near the plain mean. In a round a client distils from its teacher, trains on its own data,
+and sends what it then says: the order of the authors' code.
 
 Clients that are not selected. The paper has all clients in every round. Here the server keeps the
 last soft decisions of each client that has ever answered, and teachers are made of all of these. A
 row moves in the rounds in which its client answers. K is the number of clients that have answered.
 One that answers for the first time gets a share of 1/K in every row, the others' shares shrink
-alike, and its own row is the plain mean. Who has not answered yet, and is selected, is taught by the
-plain mean; in the first round by nobody, and clients only train.
+alike, and its own row is the plain mean. Who has not answered yet, and is selected, is taught by
+the plain mean; in the first round by nobody, and clients only train.
 
 Where it differs from the paper or from the authors' code:
 
@@ -43,6 +43,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from perfed.algorithms.perfed_evidence import first_hand
 from perfed.core.algorithm import (
     Algorithm,
     Client,
@@ -53,7 +54,6 @@ from perfed.core.algorithm import (
     Reply,
     Server,
     algorithms,
-    supervised,
 )
 from perfed.core.declaration import PROBABILITIES, Array, Maybe, Messages
 from perfed.core.message import Message
@@ -116,7 +116,7 @@ class KTpFL(Algorithm):
         digested = client.sgd(
             client.weights, self.digest, message.get("teacher"), steps=steps, stream=1
         )
-        client.weights = client.sgd(digested, supervised, stream=0)
+        client.weights = client.sgd(digested, first_hand, stream=0)
         return Message(soft_decisions=(client.logits() / self.temperature).softmax(1))
 
     def digest(self, model: Network, private: Private, public: Public, teacher: Tensor) -> Tensor:

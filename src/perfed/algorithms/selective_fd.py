@@ -1,7 +1,7 @@
 """Selective-FD (Shao et al. 2024): clients and server drop public samples they know too little of.
 
-Shao, Wu, Zhang: *Selective knowledge sharing for privacy-preserving federated distillation without a
-good teacher*, Nature Communications 15, 2024. All learn from the mean of soft decisions on public
+Shao, Wu, Zhang: *Selective knowledge sharing for privacy-preserving federated distillation without
+a good teacher*, Nature Communications 15, 2024. All learn from the mean of soft decisions on public
 samples, but two selectors stand before it:
 
 - **At a client**: a public sample that is unlike the client's own is none of its business. The
@@ -51,6 +51,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from perfed.algorithms.perfed_evidence import first_hand
 from perfed.core.algorithm import (
     Algorithm,
     Client,
@@ -61,7 +62,6 @@ from perfed.core.algorithm import (
     Reply,
     Server,
     algorithms,
-    supervised,
 )
 from perfed.core.declaration import PROBABILITIES, Array, Maybe, Messages, Range
 from perfed.core.message import Message
@@ -122,7 +122,7 @@ class SelectiveFD(Algorithm):
             steps=self.digest_steps if "ensemble" in message else 0,
             stream=1,
         )
-        client.weights = client.sgd(digested, supervised, stream=0)
+        client.weights = client.sgd(digested, first_hand, stream=0)
         said, chosen = client.soft_decisions(), self.chosen(client)
         nothing = torch.full_like(said, 1 / said.shape[1])
         return Message(soft_decisions=torch.where(chosen[:, None], said, nothing), chosen=chosen)
@@ -130,7 +130,7 @@ class SelectiveFD(Algorithm):
     def digest(
         self, model: Network, private: Private, public: Public, ensemble: Tensor, precise: Tensor
     ) -> Tensor:
-        """The divergence from the mean, over those samples of the mini-batch that were passed on."""
+        """The divergence from the mean, over the samples of a mini-batch that were passed on."""
         said, taught = model.public(public.x), ensemble[public.index]
         losses = cross_entropy(said, taught, reduction="none")
         counts = precise[public.index].to(losses.dtype)
