@@ -48,7 +48,7 @@ from tests.algorithms.test_numpy_reference import (
     stacked,
 )
 from tests.algorithms.test_numpy_reference import assert_equal as assert_model
-from tests.conftest import played, simulate
+from tests.conftest import played, simulate, spec
 from tests.engines.clients import working_client
 
 PUBLIC_BATCH, CLASSES = 64, 10  # the default size of a public mini-batch, and of digits
@@ -478,7 +478,7 @@ def test_cosmos_by_hand() -> None:
     member: dict[int, int] = {}
     networks: dict[int, Array] = {}
     labels: dict[int, Array] = {}
-    joined, idle = set(), set()
+    joined = set()
     for t, drawn in world.rounds(5):
         for k in drawn:
             start = own[k]
@@ -500,7 +500,6 @@ def test_cosmos_by_hand() -> None:
                 member[k] = min(means, key=lambda c, k=k: ((means[c] - said[k]) ** 2).sum())
                 joined.add(k)
         answered = {member[k] for k in drawn}
-        idle |= set(networks) - answered
         for c in answered:
             before = networks.get(c)
             if before is None:
@@ -585,6 +584,17 @@ def test_no_default_turns_them_into_local_training(name: str) -> None:
     )
     pairs = zip(models(first, "personal"), models(second, "personal"), strict=True)
     assert max(float((a[n] - b[n]).abs().max()) for a, b in pairs for n in a) > 1e-4
+
+
+@pytest.mark.parametrize("name", ["kt-pfl", "selective-fd", "cosmos"])
+def test_batchnorm_has_seen_public_samples_before_it_speaks_of_them(name: str) -> None:
+    """Also in the first round, in which nothing is distilled."""
+    models = {"architectures": [{"name": "cnn", "batchnorm": True}]}
+    simulation = played(1, algorithm=spec(name), models=models)
+    for record in simulation.population.records.values():
+        moved = record.weights.public_buffers["1.running_mean"]
+        assert float(moved.abs().sum()) > 0
+        assert not torch.equal(moved, record.weights.buffers["1.running_mean"])
 
 
 def test_what_a_round_costs() -> None:

@@ -203,7 +203,7 @@ def greedy_clusters(decisions: Tensor, most: int) -> list[int]:
     """
     rows = decisions.flatten(1).double()
     distances = torch.cdist(rows, rows, compute_mode="donot_use_mm_for_euclid_dist")
-    candidates = distances.flatten().unique().tolist()  # from 0, each by itself, to all in one
+    candidates = sorted({*distances.flatten().tolist()})  # from 0, each by itself, to all in one
     found = bisect_left(
         candidates, -most, key=lambda distance: -max(eliminated(distances <= distance)) - 1
     )

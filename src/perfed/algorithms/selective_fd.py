@@ -178,8 +178,9 @@ def density_ratios(x: Tensor, own: Tensor, points: Tensor, width: float) -> Tens
 
     unit = torch.eye(len(points), dtype=points.dtype, device=points.device)
     system = kernel(points, points) + len(points) * RIDGE * unit
-    solved: Tensor = torch.linalg.solve(system, kernel(points, own))
-    return (kernel(x, own) - kernel(x, points) @ solved) / RIDGE
+    solved = torch.linalg.solve(system, kernel(points, own))
+    ratios: Tensor = (kernel(x, own) - kernel(x, points) @ solved) / RIDGE
+    return ratios
 
 
 def passed_on(said: Tensor, chosen: Tensor, ambiguity: float) -> Tree:
