@@ -533,24 +533,44 @@ def test_a_cluster_that_did_not_answer_stays_as_it_was() -> None:
 
 @exact
 def test_cosmoss_smoothness_has_a_gradient() -> None:
-    """λ mean (softmax f(x + e) − softmax f(x))², e of 0.05 of the public set's spread."""
-    simulation = simulate(algorithm={"name": "cosmos", "network": {"name": "mlp", "hidden": []}})
-    server = simulation.server(0)
-    weights = server.initial("server", 0).clone()
-    x, target = server.public_x[:8], torch.rand(8, 10).softmax(1)
-    w, b = (weights.params[name].requires_grad_() for name in ("1.weight", "1.bias"))
+    """λ mean (softmax f(x + e) − softmax f(x))², for a linear f."""
+    x, target = torch.rand(8, 64), torch.rand(8, 10).softmax(1)
+    w, size = (0.1 * torch.randn(10, 64)).requires_grad_(), torch.tensor(0.3)
+    slopes = []
     for λ in (0.0, 5.0):
         with torch_stream(1, "noise"):
-            loss = Cosmos(smoothness=λ).server_loss(server, weights, x, target)
+            loss = Cosmos(smoothness=λ).server_loss(lambda x: x @ w.T, x, target, size)
         with torch_stream(1, "noise"):
-            moved = x + 0.05 * server.public_x.std() * torch.randn_like(x)
-        said, other = ((v.flatten(1) @ w.T + b).softmax(1) for v in (x, moved))
+            moved = x + 0.3 * torch.randn_like(x)
+        said, other = ((v @ w.T).softmax(1) for v in (x, moved))
         expected = -(target * said.log()).sum(1).mean() + λ * (said - other).square().mean()
-        found, right = (torch.autograd.grad(v, (w, b), retain_graph=True) for v in (loss, expected))
+        found, right = (torch.autograd.grad(v, w, retain_graph=True)[0] for v in (loss, expected))
         assert loss.item() == pytest.approx(expected.item(), abs=1e-12)
-        assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(found, right, strict=True))
-    noise = torch.autograd.grad((said - other).square().mean(), w)[0]
-    assert float(noise.abs().max()) > 0
+        assert torch.allclose(found, right, atol=1e-12)
+        slopes.append(found)
+    assert float((slopes[1] - slopes[0]).abs().max()) > 1e-4
+
+
+def test_cosmoss_noise_is_that_of_the_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.05 of the public set's spread; the same again in the same round, other in the next."""
+    simulation = simulate(algorithm={"name": "cosmos", "steps": 2})
+    spread, sizes = float(simulation.population.public_x.std()), set()
+    plain = Cosmos.server_loss
+
+    def noted(self: Cosmos, said: Any, x: Any, target: Any, noise: Any) -> Any:
+        sizes.add(float(noise))
+        return plain(self, said, x, target, noise)
+
+    monkeypatch.setattr(Cosmos, "server_loss", noted)
+    start, target = simulation.server(0).initial("server", 0), torch.full((30, 10), 0.1)
+    trained = [
+        simulation.algorithm.trained(simulation.server(round), 0, start, target)  # type: ignore[attr-defined]
+        for round in (0, 0, 1)
+    ]
+    first, again, later = (weights.params["1.weight"] for weights in trained)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, later)
+    assert [*sizes] == pytest.approx([0.05 * spread])
 
 
 @exact

@@ -38,7 +38,7 @@ is called MAPL). The paper's own text was not at hand. These are guesses or choi
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,27 +153,31 @@ class Cosmos(Algorithm):
         purpose = f"server/cosmos/{number}"
         key = stream_key(server.seed, purpose, round=server.round)
         batches = uniform_indices(key, (self.steps, self.batch_size), len(public), public.device)
+        noise = NOISE * public.std() if public.is_floating_point() else None
+
+        def said(x: Tensor) -> Tensor:
+            logits: Tensor = functional_call(module, student.params | student.buffers, (x,))
+            return logits
+
         with torch_stream(server.seed, purpose, round=server.round):  # for noise and dropout
             for batch in batches:
-                loss = self.server_loss(server, student, public[batch], target[batch])
+                loss = self.server_loss(said, public[batch], target[batch], noise)
                 optimizer.zero_grad()
                 loss.backward()  # type: ignore[no-untyped-call]
                 torch.nn.utils.clip_grad_norm_(params, LONGEST_GRADIENT)
                 optimizer.step()
         return student.clone()
 
-    def server_loss(self, server: Server, student: Weights, x: Tensor, target: Tensor) -> Tensor:
-        def said(x: Tensor) -> Tensor:
-            module, tensors = server.modules["server"], student.params | student.buffers
-            logits: Tensor = functional_call(module, tensors, (x,))
-            return logits
-
+    def server_loss(
+        self, said: Callable[[Tensor], Tensor], x: Tensor, target: Tensor, noise: Tensor | None
+    ) -> Tensor:
+        """The divergence, and how much a little noise of this size changes what is said."""
         logits = said(x)
         loss = cross_entropy(logits, target)
-        if self.smoothness == 0 or not x.is_floating_point():
+        if self.smoothness == 0 or noise is None:
             return loss
-        noise = NOISE * server.public_x.std() * torch.randn_like(x)
-        return loss + self.smoothness * mse_loss(said(x + noise).softmax(1), logits.softmax(1))
+        moved = said(x + noise * torch.randn_like(x))
+        return loss + self.smoothness * mse_loss(moved.softmax(1), logits.softmax(1))
 
     def broadcast(self, server: Server, state: Tree, client: ClientInfo) -> Message:
         cluster = state.get("cluster", {}).get(str(client.id))

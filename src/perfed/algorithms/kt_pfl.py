@@ -19,13 +19,15 @@ One that answers for the first time gets a share of 1/K in every row, the others
 alike, and its own row is the plain mean. Who has not answered yet, and is selected, is taught by
 the plain mean; in the first round by nobody, and clients only train.
 
-Where it differs from the paper or from the authors' code:
+Where it differs from the paper or from the authors' code (the code was read; of the paper the
+abstract, and how others write its equations):
 
 - The divergence for c is the paper's KL. Their code takes a mean squared error.
 - A row stays a mean: after each step it is projected on the simplex. Their code takes the softmax
   of 5 c instead, which draws every row back to 1/K.
 - The step size of c is an option. Their code multiplies or divides it by 5 until the gradient has a
-  certain size. The default here is ours.
+  certain size. Others who follow the paper's equations have 0.01, with which c hardly moves. The
+  default here is ours.
 - A client's share of all samples does not scale its row's step, as in their code. The paper's
   formula has it.
 - Distillation is the mean over samples of the divergence. Their code divides it by the number of

@@ -34,9 +34,10 @@ Where it differs from the paper or from the authors' code:
   ten samples: each is judged by the others (leave one out), at most 500 of them. A client with one
   sample has nothing to judge by, and speaks of nothing.
 - Their code multiplies by the matrix above where the formula has its inverse. Here it is solved.
-- The paper gives the server's selector a threshold that is chosen for each dataset; their public
-  code has none. The default here is ours: half of the entropy of knowing nothing.
-- They send rows of the chosen samples only. Here all rows are counted, and the mask.
+- Ambiguous is what has high entropy, says the paper. Its threshold could not be checked, and the
+  public code has no such selector. The default here is ours: half of the entropy of knowing
+  nothing.
+- A client could send the rows of its chosen samples only. Here all rows are sent, and the mask.
 - They make 10 steps on one mini-batch of 512. Here each step has a mini-batch of its own.
 """
 
