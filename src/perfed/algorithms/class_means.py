@@ -6,7 +6,7 @@ client does not have has a count of zero, and its row means nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -19,6 +19,9 @@ PROTOTYPES: Entries = {"prototypes": Array(("N", "F"), REALS), "counts": Array((
 """What a client sends: the mean features of its classes, and of how many samples each is."""
 KNOWN = Array(("N",), Reals(0.0, 1.0))
 """1 for a class of which the server knows something, 0 for another."""
+
+Parameters = dict[str, Tensor]
+"""Of what a server trains, by name."""
 
 
 def class_means(client: Client, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -44,9 +47,25 @@ def labelled_prototypes(replies: Sequence[Reply]) -> tuple[Tensor, Tensor]:
 
 
 def shuffled_batches(
-    count: int, epochs: int, batch_size: int, random: np.random.Generator
+    rows: Tensor, epochs: int, batch_size: int, random: np.random.Generator
 ) -> Iterator[Tensor]:
-    """Positions 0 … count − 1 in a new order in every epoch, in batches. No batch is dropped: the
+    """Positions of ``rows``, in a new order in every epoch, in batches. No batch is dropped: the
     last of an epoch may be smaller."""
     for _ in range(epochs):
-        yield from torch.from_numpy(random.permutation(count)).split(batch_size)
+        order = torch.from_numpy(random.permutation(len(rows)))
+        yield from order.to(rows.device).split(batch_size)
+
+
+def descended(
+    parameters: Parameters,
+    loss: Callable[[Parameters, Tensor], Tensor],
+    batches: Iterable[Tensor],
+    rate: float,
+) -> Parameters:
+    """After a step of SGD for each batch of positions."""
+    for batch in batches:
+        parameters = {name: t.detach().requires_grad_() for name, t in parameters.items()}
+        gradients = torch.autograd.grad(loss(parameters, batch), list(parameters.values()))
+        pairs = zip(parameters.items(), gradients, strict=True)
+        parameters = {name: t.detach() - rate * gradient for (name, t), gradient in pairs}
+    return parameters

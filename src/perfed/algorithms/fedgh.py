@@ -28,13 +28,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
 
 from perfed.algorithms.class_means import (
     PROTOTYPES,
+    Parameters,
     class_means,
+    descended,
     labelled_prototypes,
     shuffled_batches,
 )
@@ -67,19 +68,18 @@ class FedGH(LGFedAvg):
         prototypes, labels = labelled_prototypes(replies)
         classes, width = replies[0].message["prototypes"].shape
         start = state["head"] if state else initial_head(server, classes, width)
-        head = {name: t.to(prototypes, copy=True).requires_grad_() for name, t in start.items()}
-        optimizer = torch.optim.SGD(head.values(), lr=self.rate)
+        head = {name: t.to(prototypes) for name, t in start.items()}
+
+        def loss(head: Parameters, batch: Tensor) -> Tensor:
+            logits = linear(prototypes[batch], head["weight"], head["bias"])
+            return cross_entropy(logits, labels[batch])
+
         random = server.random("head")
-        for batch in shuffled_batches(len(labels), self.epochs, self.batch_size, random):
-            where = batch.to(labels.device)
-            logits = linear(prototypes[where], head["weight"], head["bias"])
-            optimizer.zero_grad()
-            cross_entropy(logits, labels[where]).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-        return {"head": {name: t.detach() for name, t in head.items()}}
+        batches = shuffled_batches(prototypes, self.epochs, self.batch_size, random)
+        return {"head": descended(head, loss, batches, self.rate)}
 
 
-def initial_head(server: Server, classes: int, width: int) -> dict[str, Tensor]:
+def initial_head(server: Server, classes: int, width: int) -> Parameters:
     """As PyTorch starts a linear layer."""
     with torch_stream(server.seed, "server/head"):
         layer = nn.Linear(width, classes)

@@ -33,6 +33,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear, one_hot
 
 from perfed.algorithms.class_means import (
+    Parameters,
+    descended,
     labelled_prototypes,
     present,
     received,
@@ -43,8 +45,6 @@ from perfed.core.algorithm import Client, Reply, Server, algorithms
 from perfed.core.schema import option
 from perfed.core.streams import torch_stream
 from perfed.core.tree import Tree
-
-Parameters = dict[str, Tensor]
 
 
 @algorithms.register("fedtgp")
@@ -81,17 +81,14 @@ class FedTGP(FedProto):
     def trained(
         self, server: Server, network: Parameters, rows: Tensor, labels: Tensor, margin: float
     ) -> Parameters:
-        network = {name: t.clone().requires_grad_() for name, t in network.items()}
-        optimizer = torch.optim.SGD(network.values(), lr=self.rate)
+        def loss(network: Parameters, batch: Tensor) -> Tensor:
+            own = labels[batch]
+            distances = distances_between(rows[batch], generated(network))
+            return cross_entropy(-distances - margin * one_hot(own, distances.shape[1]), own)
+
         random = server.random("prototypes")
-        for batch in shuffled_batches(len(rows), self.epochs, self.batch_size, random):
-            own = labels[batch.to(labels.device)]
-            distances = distances_between(rows[batch.to(rows.device)], generated(network))
-            farther = distances + margin * one_hot(own, distances.shape[1])
-            optimizer.zero_grad()
-            cross_entropy(-farther, own).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-        return {name: t.detach() for name, t in network.items()}
+        batches = shuffled_batches(rows, self.epochs, self.batch_size, random)
+        return descended(network, loss, batches, self.rate)
 
     def candidates(self, client: Client, known: Tensor) -> Tensor:
         """All known classes, as in the authors' code."""
@@ -101,14 +98,11 @@ class FedTGP(FedProto):
 def initial_network(server: Server, classes: int, width: int) -> Parameters:
     """A vector for each class, and two layers, as PyTorch starts them."""
     with torch_stream(server.seed, "server/prototypes"):
-        vectors, hidden, last = (
-            nn.Embedding(classes, width),
-            nn.Linear(width, width),
-            nn.Linear(width, width),
+        vectors, hidden = nn.Embedding(classes, width), nn.Linear(width, width)
+        network = nn.ModuleDict(
+            {"vectors": vectors, "hidden": hidden, "last": nn.Linear(width, width)}
         )
-    layers = {"vectors": vectors, "hidden": hidden, "last": last}
-    parameters = nn.ModuleDict(layers).named_parameters()
-    return {name: parameter.detach() for name, parameter in parameters}
+    return {name: parameter.detach() for name, parameter in network.named_parameters()}
 
 
 def generated(network: Parameters) -> Tensor:
