@@ -53,7 +53,7 @@ def shuffled_batches(
     last of an epoch may be smaller."""
     for _ in range(epochs):
         order = torch.from_numpy(random.permutation(len(rows)))
-        yield from order.to(rows.device).split(batch_size)
+        yield from torch.split(order.to(rows.device), batch_size)
 
 
 def descended(
