@@ -5,8 +5,8 @@ client puts the server's head on its own body, trains both on its labels, and se
 features of each of its classes. The server trains its head to tell these apart, and keeps it from
 round to round. Networks may differ in all but their head: one linear layer, with a bias.
 
-The variant is that of the paper and of the authors' code: in the first round clients have heads of
-their own; then one pass of SGD a round, rate 0.01, one prototype a step. HtFLlib makes 100 passes,
+The variant is that of the authors' code: in the first round clients have heads of their own; the
+server makes one pass of SGD a round, of rate 0.01, with one prototype a step. HtFLlib makes 100 passes,
 10 prototypes a step, and starts with a client's head.
 
 Two models are evaluated. ``personal`` is the one that the client trained last: what the authors'
@@ -17,7 +17,7 @@ Where this differs from the authors' code:
 * There the step on the server is made by an optimizer that holds a client's network and not the
   head. The head never moves. Here it does.
 * That optimizer's momentum and weight decay, and the limit of the gradient's norm (50), are left
-  out. The paper has plain SGD.
+  out. The step here is plain SGD.
 * There a class's features are the mean of its means in mini-batches. Here they are the mean of all
   training samples of the class, in evaluation mode.
 * Prototypes come in a random order, not client by client.

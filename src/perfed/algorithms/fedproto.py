@@ -13,8 +13,8 @@ The variant, where paper and authors' code differ:
   the same. Where clients are selected by size, size counts in the draw only (``averaging``): then a
   client counts by the share of the class among its samples. The paper's further division by the
   number of clients is left out: the result would be no mean.
-* As in the code, a client predicts among the classes that it has samples of to train on. The paper
-  and HtFLlib predict among all.
+* As in the code, a client predicts among the classes that it has samples of to train on.
+  HtFLlib predicts among all.
 
 Where this differs from both:
 
