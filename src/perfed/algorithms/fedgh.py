@@ -6,8 +6,8 @@ features of each of its classes. The server trains its head to tell these apart,
 round to round. Networks may differ in all but their head: one linear layer, with a bias.
 
 The variant is that of the authors' code: in the first round clients have heads of their own; the
-server makes one pass of SGD a round, of rate 0.01, with one prototype a step. HtFLlib makes 100 passes,
-10 prototypes a step, and starts with a client's head.
+server makes one pass of SGD a round, of rate 0.01, with one prototype a step. HtFLlib
+makes 100 passes, 10 prototypes a step, and starts with a client's head.
 
 Two models are evaluated. ``personal`` is the one that the client trained last: what the authors'
 code evaluates. ``global`` is its body with the server's head: what HtFLlib evaluates.

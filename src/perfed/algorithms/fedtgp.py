@@ -9,8 +9,8 @@ margin. Clients do as in FedProto.
 The variant is that of the authors' code, with the values of the script that they publish: λ = 10,
 100 epochs on the server, SGD of rate 0.01, 10 prototypes a step, a margin of at most 100. There the
 margin is the largest distance of a class from its nearest other class, between plain means of
-clients' prototypes. With fewer than two classes it is the upper limit. The
-server's network is kept from round to round.
+clients' prototypes. With fewer than two classes it is the upper limit. The server's network
+is kept from round to round.
 
 Where this differs from the code:
 
