@@ -3,13 +3,18 @@
 from perfed.algorithms.comet import Comet
 from perfed.algorithms.cosmos import Cosmos
 from perfed.algorithms.ditto import Ditto
+from perfed.algorithms.fd import FD
 from perfed.algorithms.fedavg import FedAvg
 from perfed.algorithms.fedavg_ft import FedAvgFT
 from perfed.algorithms.feddf import FedDF
 from perfed.algorithms.fedfomo import FedFomo
+from perfed.algorithms.fedgh import FedGH
+from perfed.algorithms.fedproto import FedProto
 from perfed.algorithms.fedprox import FedProx
+from perfed.algorithms.fedtgp import FedTGP
 from perfed.algorithms.hypcluster import HypCluster
 from perfed.algorithms.kt_pfl import KTpFL
+from perfed.algorithms.lg_fedavg import LGFedAvg
 from perfed.algorithms.local import Local
 from perfed.algorithms.majority import Majority
 from perfed.algorithms.perfed_ckt import PerFedCKT
@@ -20,6 +25,7 @@ from perfed.algorithms.scaffold import Scaffold
 from perfed.algorithms.selective_fd import SelectiveFD
 
 __all__ = [
+    "FD",
     "Comet",
     "Cosmos",
     "Ditto",
@@ -27,9 +33,13 @@ __all__ = [
     "FedAvgFT",
     "FedDF",
     "FedFomo",
+    "FedGH",
+    "FedProto",
     "FedProx",
+    "FedTGP",
     "HypCluster",
     "KTpFL",
+    "LGFedAvg",
     "Local",
     "Majority",
     "PerFedAvg",

@@ -83,6 +83,7 @@ class Cosmos(Algorithm):
     batch_size: int = option(32, "public samples in each of them", ge=1)
     smoothness: float = option(5.0, "weight of the smoothness regularizer", symbol="λ", ge=0)
 
+    sends = "outputs on public samples"
     needs_public_set = trains_on_public_set = True
 
     def networks(self) -> Mapping[str, Any]:

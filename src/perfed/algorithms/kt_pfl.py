@@ -75,6 +75,7 @@ class KTpFL(Algorithm):
     pull: float = option(0.7, "weight of staying near the plain mean", symbol="ρ", ge=0)
     coefficient_rate: float = option(0.1, "step size of the coefficients", ge=0)
 
+    sends = "outputs on public samples"
     needs_public_set = trains_on_public_set = True
 
     def messages(self) -> Messages:

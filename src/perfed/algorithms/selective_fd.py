@@ -99,6 +99,7 @@ class SelectiveFD(Algorithm):
         5 / 28, "of the Gaussian kernel, per square root of the number of features", gt=0
     )
 
+    sends = "outputs on public samples"
     needs_public_set = trains_on_public_set = needs_features = True
 
     def messages(self) -> Messages:
