@@ -1,11 +1,14 @@
 """One file per algorithm; importing this package registers them all."""
 
+from perfed.algorithms.apfl import APFL
 from perfed.algorithms.ditto import Ditto
 from perfed.algorithms.fedavg import FedAvg
 from perfed.algorithms.fedavg_ft import FedAvgFT
 from perfed.algorithms.feddf import FedDF
 from perfed.algorithms.fedfomo import FedFomo
+from perfed.algorithms.fedper import FedPer
 from perfed.algorithms.fedprox import FedProx
+from perfed.algorithms.fedrep import FedRep
 from perfed.algorithms.hypcluster import HypCluster
 from perfed.algorithms.local import Local
 from perfed.algorithms.majority import Majority
@@ -13,18 +16,23 @@ from perfed.algorithms.perfed_ckt import PerFedCKT
 from perfed.algorithms.perfed_evidence import PerFedEvidence
 from perfed.algorithms.perfed_kin import PerFedKin
 from perfed.algorithms.perfedavg import PerFedAvg
+from perfed.algorithms.pfedme import PFedMe
 from perfed.algorithms.scaffold import Scaffold
 
 __all__ = [
+    "APFL",
     "Ditto",
     "FedAvg",
     "FedAvgFT",
     "FedDF",
     "FedFomo",
+    "FedPer",
     "FedProx",
+    "FedRep",
     "HypCluster",
     "Local",
     "Majority",
+    "PFedMe",
     "PerFedAvg",
     "PerFedCKT",
     "PerFedEvidence",
