@@ -5,8 +5,8 @@ the new head fixed. What crosses, who keeps what and what is evaluated are FedPe
 does not move at all, whatever the optimizer does: it goes into the objective as a constant.
 
 * The two trainings share the client's τ steps, as in the authors' code, where they share the local
-  epochs. So a round costs no more steps than FedAvg's. ``base_share`` is theirs: one epoch of five.
-  In their experiments it was between 1/11 and 1/3. Each part gets at least one step.
+  epochs. So a round costs no more steps than FedAvg's. A third of them for the base is what all but
+  one of their scripts do: 5 epochs of 15. Each part gets at least one step.
 * The two trainings draw different mini-batches.
 * BatchNorm's running statistics move in both, as in the authors' code. They are the base's.
 * Momentum and weight decay are the experiment's. Theirs were 0.5 and 0.0001.
@@ -29,7 +29,7 @@ from perfed.core.tree import Weights
 @dataclass(frozen=True)
 class FedRep(FedPer):
     base_share: float = option(
-        0.2,
+        0.33,
         "share of a client's steps that train the base; those before train the head",
         gt=0,
         lt=1,
