@@ -353,7 +353,9 @@ def test_a_fixed_part_is_fixed_for_every_optimizer(optimizer: Any) -> None:
     client.steps = 6
     kept = simulation.algorithm.trained(client, start)  # type: ignore[attr-defined]
     again = working_client(simulation.population, 0, 0)
-    head = {n: t for n, t in again.sgd(start, with_fixed, base, steps=4).params.items() if n[0] == "3"}
+    head = {
+        n: t for n, t in again.sgd(start, with_fixed, base, steps=4).params.items() if n[0] == "3"
+    }
     then = again.sgd(start._replace(params=base | head), with_fixed, head, steps=2).params
     assert all(torch.equal(kept.params[name], (then | head)[name]) for name in then)
 
