@@ -374,7 +374,7 @@ class FrozenBase(nn.Sequential):
 
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("how", [{}, {"how": STACKED}], ids=["sequential", "stacked"])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [*METHODS, "per-fedavg"])
 def test_a_frozen_base_stays_as_it_is(name: str, how: dict) -> None:
     """Also in the steps to a personal model: these are those of a network without that base."""
 

@@ -29,9 +29,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import grad
 
 from perfed.algorithms.fedavg import FedAvg, average_by_architecture
+from perfed.algorithms.perfedavg import gradient, moved
 from perfed.core.algorithm import (
     OWN,
     Client,
@@ -41,7 +41,6 @@ from perfed.core.algorithm import (
     Reply,
     Server,
     algorithms,
-    supervised,
 )
 from perfed.core.errors import ConfigError
 from perfed.core.message import Message
@@ -102,17 +101,11 @@ class PFedMe(FedAvg):
         self, model: Network, batch: Private, start: Parameters, w: Parameters
     ) -> Parameters:
         """θ̃: K steps on f(θ) + λ/2‖θ − w‖², all of them on one mini-batch."""
-
-        def loss(at: Parameters) -> Tensor:
-            return supervised(model.with_params(at), batch, None)
-
         θ = start
         for _ in range(self.personal_steps):
-            gradient: Parameters = grad(loss)(θ)
-            θ = {
-                name: t - self.personal_rate * (gradient[name] + self.weight * (t - w[name]))
-                for name, t in θ.items()
-            }
+            slope = gradient(model, θ, batch)
+            pulled = {name: slope[name] + self.weight * (t - w[name]) for name, t in θ.items()}
+            θ = moved(θ, -self.personal_rate, pulled)
         return θ
 
     def merge(self, server: Server, state: Tree, replies: Sequence[Reply]) -> Tree:
