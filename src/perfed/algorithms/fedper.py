@@ -1,6 +1,6 @@
 """FedPer (Arivazhagan et al. 2019): clients average the base of their network and keep the head.
 
-Base and head are trained together, by τ plain steps on the client's samples. Then the base goes to
+Base and head are trained together, by τ steps on the client's samples. Then the base goes to
 the server, which averages the bases of each architecture. The head stays with its client. A client
 is evaluated with the newest averaged base and its own head.
 

@@ -1,5 +1,4 @@
-"""pFedMe (Dinh, Tran, Nguyen, NeurIPS 2020): a personal model beside each local one, by Moreau
-envelopes.
+"""pFedMe (Dinh, Tran, Nguyen 2020): a global model, and near it personal ones, by Moreau envelopes.
 
 The global model minimises the mean of F_i(w) = min_θ f_i(θ) + λ/2‖θ − w‖². For each of its τ
 mini-batches a client makes K steps of size ρ towards that θ, on the same samples, and then moves
