@@ -84,6 +84,7 @@ FEW: dict[str, dict[str, Any]] = {
     "hypcluster": {"clusters": 2},
     "feddf": {"steps": 20},
     "pfedme": {"personal_steps": 2},
+    "fedtgp": {"epochs": 3},
 }
 
 

@@ -2,14 +2,19 @@
 
 from perfed.algorithms.apfl import APFL
 from perfed.algorithms.ditto import Ditto
+from perfed.algorithms.fd import FD
 from perfed.algorithms.fedavg import FedAvg
 from perfed.algorithms.fedavg_ft import FedAvgFT
 from perfed.algorithms.feddf import FedDF
 from perfed.algorithms.fedfomo import FedFomo
+from perfed.algorithms.fedgh import FedGH
 from perfed.algorithms.fedper import FedPer
+from perfed.algorithms.fedproto import FedProto
 from perfed.algorithms.fedprox import FedProx
 from perfed.algorithms.fedrep import FedRep
+from perfed.algorithms.fedtgp import FedTGP
 from perfed.algorithms.hypcluster import HypCluster
+from perfed.algorithms.lg_fedavg import LGFedAvg
 from perfed.algorithms.local import Local
 from perfed.algorithms.majority import Majority
 from perfed.algorithms.perfed_ckt import PerFedCKT
@@ -21,15 +26,20 @@ from perfed.algorithms.scaffold import Scaffold
 
 __all__ = [
     "APFL",
+    "FD",
     "Ditto",
     "FedAvg",
     "FedAvgFT",
     "FedDF",
     "FedFomo",
+    "FedGH",
     "FedPer",
+    "FedProto",
     "FedProx",
     "FedRep",
+    "FedTGP",
     "HypCluster",
+    "LGFedAvg",
     "Local",
     "Majority",
     "PFedMe",

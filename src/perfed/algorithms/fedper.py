@@ -45,6 +45,7 @@ NO_BASE = Weights({}, {})
 @algorithms.register("fedper")
 @dataclass(frozen=True)
 class FedPer(Algorithm):
+    sends = "weights"  # all but the head's
     needs_features = True
     evaluated_with_server = True
 
