@@ -7,13 +7,13 @@ client has trained; v and α stay with the client. α is a constant, or ``adapti
 α ← α − η⟨v − w, ∇f(v̄)⟩ within 0 and 1, once a round on its first mini-batch, with the w that the
 client got. α = 0.5 and constant are the defaults of the authors' code.
 
-* The paper mixes parameters, and so does this. The authors' code mixes the outputs of two networks.
+* Parameters are mixed. The authors' code mixes the outputs of the two networks.
 * That code moves α after the first step of a round, adds 0.02α to its gradient, and takes v's step
-  after w's. Here all three are as in the paper.
+  after w's. Here α moves before, by its own gradient alone, and v and w step together.
 * BatchNorm's running statistics: the client keeps those of the mixture. A mixture of two models'
   statistics would fit neither. Those of w are averaged, as in FedAvg. v never runs alone, and has
   none.
-* Which client counts how much is the experiment's ``averaging``; in the paper all count the same.
+* Which client counts how much is the experiment's ``averaging``.
 """
 
 from __future__ import annotations

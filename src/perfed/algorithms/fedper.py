@@ -4,14 +4,14 @@ Base and head are trained together, by τ steps on the client's samples. Then th
 the server, which averages the bases of each architecture. The head stays with its client. A client
 is evaluated with the newest averaged base and its own head.
 
-* The head is the network's last layer: one personal layer, K_P = 1 in the paper. Its authors also
-  try more. For these, name a larger part of your own network as its head.
+The variant is that of FedRep's authors, whose code has FedPer beside their own method.
+
+* The head is the network's last layer. For more personal layers, name a larger part of your own
+  network as its head.
 * BatchNorm's running statistics are sent and averaged with the base. They describe what happens
-  inside the averaged layers, and no head keeps any. The paper does not say who keeps them.
-* Only selected clients train. In the paper all clients do.
+  inside the averaged layers, and no head keeps any.
 * All heads of an architecture start from the same weights, unless ``models.initial`` says ``own``.
-* Which client counts how much is the experiment's ``averaging``; in the paper it is the number of
-  training samples.
+* Which client counts how much is the experiment's ``averaging``.
 
 A network that is nothing but its head has no base: then this is local training.
 """

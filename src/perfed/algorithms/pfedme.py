@@ -7,14 +7,12 @@ local ones. The personal model is the last θ̃. It stays with its client. As in
 the K steps start from the θ̃ of the mini-batch before, and in each round from the global model.
 λ, K, ρ and β have the defaults of that code.
 
-* Its optimizer adds a weight decay of 0.001 to the K steps, of which the paper says nothing. It is
-  not here.
-* Only selected clients train. In the paper all clients do, and selected ones are averaged.
-* The paper's mean is plain, in the code it is by training samples. Here it is the experiment's
-  ``averaging``.
+* That code adds a weight decay of 0.001 to the K steps. It is not here.
+* Only selected clients train. In that code all clients do, and only selected ones are averaged.
+* That code's mean is by training samples. Here it is as the experiment's ``averaging`` says.
 * BatchNorm's running statistics: each of the two models has its own, moved once for a mini-batch,
-  the personal ones at θ̃. The server takes the plain mean of the local ones, whatever β is: far
-  from it a variance would be negative.
+  the personal ones at θ̃. The server takes the mean of the local ones itself, whatever β is: a
+  variance beyond it could be negative.
 
 The two step sizes must fit λ: ρλ < 2, or the K steps diverge, and ηλ < 2, or w does. The
 experiment's learning rate η is 0.005 in the authors' code.
