@@ -87,6 +87,7 @@ FEW: dict[str, dict[str, Any]] = {
     "hypcluster": {"clusters": 2},
     "feddf": {"steps": 20},
     "selective-fd": {"digest_steps": 2, "ambiguity": 1},
+    "pfedme": {"personal_steps": 2},
     "fedtgp": {"epochs": 3},
 }
 

@@ -1,5 +1,6 @@
 """One file per algorithm; importing this package registers them all."""
 
+from perfed.algorithms.apfl import APFL
 from perfed.algorithms.comet import Comet
 from perfed.algorithms.cosmos import Cosmos
 from perfed.algorithms.ditto import Ditto
@@ -9,8 +10,10 @@ from perfed.algorithms.fedavg_ft import FedAvgFT
 from perfed.algorithms.feddf import FedDF
 from perfed.algorithms.fedfomo import FedFomo
 from perfed.algorithms.fedgh import FedGH
+from perfed.algorithms.fedper import FedPer
 from perfed.algorithms.fedproto import FedProto
 from perfed.algorithms.fedprox import FedProx
+from perfed.algorithms.fedrep import FedRep
 from perfed.algorithms.fedtgp import FedTGP
 from perfed.algorithms.hypcluster import HypCluster
 from perfed.algorithms.kt_pfl import KTpFL
@@ -21,10 +24,12 @@ from perfed.algorithms.perfed_ckt import PerFedCKT
 from perfed.algorithms.perfed_evidence import PerFedEvidence
 from perfed.algorithms.perfed_kin import PerFedKin
 from perfed.algorithms.perfedavg import PerFedAvg
+from perfed.algorithms.pfedme import PFedMe
 from perfed.algorithms.scaffold import Scaffold
 from perfed.algorithms.selective_fd import SelectiveFD
 
 __all__ = [
+    "APFL",
     "FD",
     "Comet",
     "Cosmos",
@@ -34,14 +39,17 @@ __all__ = [
     "FedDF",
     "FedFomo",
     "FedGH",
+    "FedPer",
     "FedProto",
     "FedProx",
+    "FedRep",
     "FedTGP",
     "HypCluster",
     "KTpFL",
     "LGFedAvg",
     "Local",
     "Majority",
+    "PFedMe",
     "PerFedAvg",
     "PerFedCKT",
     "PerFedEvidence",

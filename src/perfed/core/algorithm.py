@@ -48,6 +48,7 @@ from perfed.core.streams import numpy_stream
 from perfed.core.tree import OWN, Tree, Weights, combine
 
 __all__ = [
+    "OWN",
     "Adjusted",
     "Algorithm",
     "ClassPrior",
@@ -134,6 +135,9 @@ class Client(Protocol):
     def with_head(self, weights: Weights, head: Mapping[str, Tensor]) -> Weights:
         """The same model with another last layer."""
 
+    def base_of(self, weights: Weights) -> Weights:
+        """All but the last layer, with all running statistics."""
+
     @overload
     def sgd(
         self,
@@ -170,7 +174,8 @@ class Client(Protocol):
         ``stream`` says whose (0 for those of the first call).
 
         Several networks are trained as one: ``{"own": …, "small": …}``, by the names that
-        :meth:`Algorithm.networks` gives. The objective then gets a mapping of networks.
+        :meth:`Algorithm.networks` gives. The objective then gets a mapping of networks. Two models
+        of the client's own network are trained as one where ``networks`` gives the second a name.
 
         With ``training.optimizer_state: kept`` the n-th call of a round goes on with the state of
         the n-th call of the client's last round, so a method should make the same calls in each.
@@ -225,6 +230,8 @@ class Server:
     """A module of each architecture, for a server that trains (its own weights mean nothing)."""
     public_x: Tensor
     """The public set."""
+    head: Callable[[str], str] = lambda architecture: ""
+    """The name of an architecture's last layer, where the algorithm says ``needs_features``."""
 
     def random(self, purpose: str) -> np.random.Generator:
         """A stream of this round's own."""
@@ -287,7 +294,8 @@ class Algorithm(Component):
 
     def networks(self) -> Mapping[str, Any]:
         """Networks beside the clients' own, by name: an architecture each. Clients may train and
-        keep them; those that only the server uses are named here too."""
+        keep them; those that only the server uses are named here too. ``OWN`` in place of an
+        architecture names a second model of whatever network the client has."""
         return {}
 
     def check(self, clients_per_round: int) -> None:

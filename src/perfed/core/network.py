@@ -59,6 +59,13 @@ def head_tensors(head: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(inside): t for name, t in tensors.items() if name.startswith(inside)}
 
 
+def base_of(head: str, weights: Weights) -> Weights:
+    """A model without its head. Running statistics are all in the base: no head keeps any."""
+    inside = f"{declared(head)}."
+    params = {name: t for name, t in weights.params.items() if not name.startswith(inside)}
+    return weights._replace(params=params)
+
+
 def declared(head: str) -> str:
     if not head:
         raise ConfigError(
@@ -83,11 +90,23 @@ class Network:
     def params(self) -> dict[str, Tensor]:
         return self._weights.params
 
-    def at(self, params: dict[str, Tensor]) -> Network:
-        """The same network at other parameters; running statistics here are not moved by it."""
-        buffers = {name: b.clone() for name, b in self._weights.buffers.items()}
-        weights = Weights(params, buffers)
+    @property
+    def trained(self) -> dict[str, Tensor]:
+        """The parameters that training moves: those that the module does not freeze."""
+        free = {name for name, param in self._module.named_parameters() if param.requires_grad}
+        return {name: t for name, t in self._weights.params.items() if name in free}
+
+    def at(self, params: dict[str, Tensor], moves_statistics: bool = False) -> Network:
+        """The same network at other parameters. Running statistics here are not moved by it,
+        unless told so: where the model that is kept will be at those parameters."""
+        weights = self._weights_at(params, moves_statistics)
         return Network(self._module, weights, self._public_batchnorm, self._head)
+
+    def _weights_at(self, params: dict[str, Tensor], moves_statistics: bool) -> Weights:
+        buffers = self._weights.buffers
+        if not moves_statistics:
+            buffers = {name: b.clone() for name, b in buffers.items()}
+        return Weights(params, buffers)
 
     def with_params(self, some: Mapping[str, Tensor]) -> Network:
         """:meth:`at`, where only some parameters are others: the frozen ones stay."""

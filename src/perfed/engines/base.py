@@ -21,7 +21,7 @@ from perfed.core.algorithm import Objective, Predictor, Private, Public, free_pa
 from perfed.core.augmentation import CODES, augmented
 from perfed.core.errors import ConfigError
 from perfed.core.message import Message
-from perfed.core.network import head_outputs, head_tensors
+from perfed.core.network import base_of, head_outputs, head_tensors
 from perfed.core.predictor import What
 from perfed.core.streams import (
     random_bits,
@@ -288,7 +288,8 @@ class EngineClient:
 
     def label(self, network: str) -> str:
         """Of a network's architecture: the client's own, or one that the algorithm names."""
-        return self.architecture if network == OWN else self.population.named(network)
+        own = network == OWN or network in self.population.second_models
+        return self.architecture if own else self.population.named(network)
 
     # What networks say.
 
@@ -368,6 +369,9 @@ class EngineClient:
         if not new.keys() <= weights.params.keys():
             raise ConfigError(f"'{self.architecture}' has another head than {sorted(head)}")
         return weights._replace(params=weights.params | new)
+
+    def base_of(self, weights: Weights) -> Weights:
+        return base_of(self.population.head(self.architecture), weights)
 
     # Training.
 

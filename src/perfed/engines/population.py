@@ -85,6 +85,8 @@ class Population:
         self._own_initial = models.initial == "own"
         self.by_label = {label: architecture for architecture, label in labels.items()}
         self.extra = named_networks(algorithm, self.by_label)
+        self.second_models = {n for n, network in algorithm.networks().items() if network == OWN}
+        """Names of further models of a client's own network."""
         networks = self.by_label | self.extra
         self.inputs = inputs_for(networks.values(), federation.inputs)
         self.classes = federation.samples.classes
@@ -139,7 +141,7 @@ class Population:
         if network not in self.extra:
             raise ConfigError(
                 f"'{self.algorithm.registered_name}' has no network '{network}'"
-                + did_you_mean(network, [OWN, *self.extra]),
+                + did_you_mean(network, [OWN, *self.second_models, *self.extra]),
                 "algorithm",
             )
         return network
@@ -418,7 +420,8 @@ def named_networks(algorithm: Algorithm, labels: Container[str]) -> dict[str, Ar
     for name, architecture in algorithm.networks().items():
         if name == OWN or name in labels:
             raise ConfigError(f"'{name}' is the name of a client's network: choose another")
-        networks[name] = architectures.build(plain(architecture))
+        if architecture != OWN:  # a second model of the client's own network
+            networks[name] = architectures.build(plain(architecture))
     return networks
 
 

@@ -356,6 +356,7 @@ class Simulation(Coordinator):
             self.population.initial_weights,
             self.population.modules,
             self.population.public_x,
+            self.population.head,
         )
 
     def info(self, client: int) -> ClientInfo:
