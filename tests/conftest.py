@@ -83,6 +83,8 @@ FEW: dict[str, dict[str, Any]] = {
     "perfed-ckt": {"clusters": 2},
     "hypcluster": {"clusters": 2},
     "feddf": {"steps": 20},
+    "fedmd": {"warmup_steps": 3},
+    "cfd": {"student_steps": 20},
 }
 
 

@@ -1,10 +1,13 @@
 """One file per algorithm; importing this package registers them all."""
 
+from perfed.algorithms.cfd import CFD
 from perfed.algorithms.ditto import Ditto
+from perfed.algorithms.ds_fl import DSFL
 from perfed.algorithms.fedavg import FedAvg
 from perfed.algorithms.fedavg_ft import FedAvgFT
 from perfed.algorithms.feddf import FedDF
 from perfed.algorithms.fedfomo import FedFomo
+from perfed.algorithms.fedmd import FedMD
 from perfed.algorithms.fedprox import FedProx
 from perfed.algorithms.hypcluster import HypCluster
 from perfed.algorithms.local import Local
@@ -14,13 +17,17 @@ from perfed.algorithms.perfed_evidence import PerFedEvidence
 from perfed.algorithms.perfed_kin import PerFedKin
 from perfed.algorithms.perfedavg import PerFedAvg
 from perfed.algorithms.scaffold import Scaffold
+from perfed.algorithms.scarlet import Scarlet
 
 __all__ = [
+    "CFD",
+    "DSFL",
     "Ditto",
     "FedAvg",
     "FedAvgFT",
     "FedDF",
     "FedFomo",
+    "FedMD",
     "FedProx",
     "HypCluster",
     "Local",
@@ -30,4 +37,5 @@ __all__ = [
     "PerFedEvidence",
     "PerFedKin",
     "Scaffold",
+    "Scarlet",
 ]
