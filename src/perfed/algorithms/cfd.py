@@ -136,13 +136,14 @@ class CFD(Algorithm):
         said = [self.up.probabilities(heard[str(reply.client.id)], classes) for reply in replies]
         student, taught = self.teach(server, state["student"], torch.stack(said).mean(0))
         labels = self.down.symbols(taught)
+        sent = server.round + 1  # those who answered in this round have got the earlier labels
         return {
             "student": student,
             "classes": state["classes"],
             "heard": heard,
             "answered": answered,
             "labels": labels,
-            "changed": last_changes(labels, state, "labels", "changed", server.round),
+            "changed": last_changes(labels, state, "labels", "changed", sent),
         }
 
     def teach(self, server: Server, student: Weights, mean: Tensor) -> tuple[Weights, Tensor]:

@@ -58,8 +58,7 @@ class LabelCode:
         """What is sent of the rows that ``which`` names (|P| truths)."""
         if self.bits == FULL:
             return symbols
-        rows = packed(symbols[which].flatten(), self._width(classes))
-        return torch.cat([packed(which, 1), rows])
+        return self._joined(which, symbols[which], classes)
 
     def decode(self, data: Tensor, before: Tensor, classes: int) -> Tensor:
         """The symbols, with those in ``data`` in their places and all others as before."""
@@ -79,14 +78,17 @@ class LabelCode:
         count = int(unpacked(data[:marks], 1, samples).sum())
         if len(data) != marks + bytes_for(count * columns, width):
             return False
-        _, rows = self._parts(data, samples, columns, classes)
-        whole = rows < classes if self.bits == 1 else rows.sum(1) == 2**self.bits - 1
-        return bool(whole.all())
+        which, rows = self._parts(data, samples, columns, classes)
+        right = rows < classes if self.bits == 1 else rows.sum(1) == 2**self.bits - 1
+        return bool(right.all()) and torch.equal(self._joined(which, rows, classes), data)
+
+    def _joined(self, which: Tensor, rows: Tensor, classes: int) -> Tensor:
+        return torch.cat([packed(which, 1), packed(rows.flatten(), self._width(classes))])
 
     def _parts(
         self, data: Tensor, samples: int, columns: int, classes: int
     ) -> tuple[Tensor, Tensor]:
-        """Which rows are there, and their symbols."""
+        """Which rows are there, and their symbols: what :meth:`_joined` was given."""
         marks = bytes_for(samples, 1)
         which = unpacked(data[:marks], 1, samples).bool()
         count = int(which.sum()) * columns
