@@ -123,9 +123,9 @@ def test_fedmd_by_hand() -> None:
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("temperature", [0.1, None])
-def test_ds_fl_by_hand(temperature: float | None) -> None:
-    world = World("ds-fl", temperature=temperature)
+@pytest.mark.parametrize("aggregation", ["era", "simple"])
+def test_ds_fl_by_hand(aggregation: str) -> None:
+    world = World("ds-fl", temperature=0.2, aggregation=aggregation)
     own = dict.fromkeys(range(CLIENTS), world.initial())
     teacher: Array | None = None
     everything = np.ones(PUBLIC, dtype=bool)
@@ -135,7 +135,7 @@ def test_ds_fl_by_hand(temperature: float | None) -> None:
                 own[k] = imitated(world, own[k], k, t, teacher, everything)
             own[k] = descend(own[k], world.batches(k, t), rate_in(t))
         teacher = np.mean([softmax(world.public_x @ own[k].T) for k in drawn], axis=0)
-        teacher = teacher if temperature is None else softmax(teacher / temperature)
+        teacher = softmax(teacher / 0.2) if aggregation == "era" else teacher
         np.testing.assert_allclose(world.state["teacher"].numpy(), teacher, atol=1e-10)
         for k in range(CLIENTS):
             assert_model(world.evaluated(k, t)["personal"], own[k])
@@ -290,14 +290,14 @@ def test_no_default_turns_them_into_local_training(name: str) -> None:
 
 def test_cfd_with_all_bits_and_no_student_is_ds_fl_unsharpened_to_the_bit() -> None:
     plain = {"name": "cfd", "bits_up": 32, "bits_down": 32, "student_steps": 0}
-    simple = {"name": "ds-fl", "temperature": None}
+    simple = {"name": "ds-fl", "aggregation": "simple"}
     assert_equal(models(after(3, plain), "personal"), models(after(3, simple), "personal"))
 
 
 @pytest.mark.usefixtures("float64")
 def test_scarlet_without_cache_sharpening_or_choice_is_ds_fl_unsharpened() -> None:
     bare = {"name": "scarlet", "exponent": 1, "duration": 0, "share": 1}
-    simple = {"name": "ds-fl", "temperature": None}
+    simple = {"name": "ds-fl", "aggregation": "simple"}
     pairs = zip(
         models(after(4, bare), "personal"), models(after(4, simple), "personal"), strict=True
     )

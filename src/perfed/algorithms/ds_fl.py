@@ -4,7 +4,7 @@ Itahara, Nishio, Koda, Morikura, Yamamoto: *Distillation-Based Semi-Supervised F
 for Communication-Efficient Collaborative Training with Non-IID Private Data*. In a round a client
 first imitates the mean on public samples, then trains on its own samples, then sends its class
 probabilities on the public set. The server takes their plain mean and sharpens it: entropy
-reduction aggregation (ERA), softmax(mean / T). ``temperature: null`` is their simple aggregation.
+reduction aggregation (ERA), softmax(mean / T). ``aggregation: simple`` leaves the mean as it is.
 
 Which variant, and what differs from the paper:
 
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -49,8 +50,11 @@ from perfed.core.tree import Tree, Weights
 @algorithms.register("ds-fl")
 @dataclass(frozen=True)
 class DSFL(Algorithm):
-    temperature: float | None = option(
-        0.1, "how much the mean is sharpened: less is more; null: not at all", symbol="T", gt=0
+    temperature: float = option(
+        0.1, "how much the mean is sharpened: the lower, the more", symbol="T", gt=0
+    )
+    aggregation: Literal["era", "simple"] = option(
+        "era", "whether the mean is sharpened (entropy reduction) or left as it is"
     )
     distil_steps: int | None = option(
         None, "steps a round on public samples; null: as many as on private ones", ge=0
@@ -66,7 +70,7 @@ class DSFL(Algorithm):
 
     def merge(self, server: Server, state: Tree, replies: Sequence[Reply]) -> Tree:
         mean = torch.stack([reply.message["soft_decisions"] for reply in replies]).mean(0)
-        return {"teacher": mean if self.temperature is None else era(mean, self.temperature)}
+        return {"teacher": era(mean, self.temperature) if self.aggregation == "era" else mean}
 
     def broadcast(self, server: Server, state: Tree, client: ClientInfo) -> Message:
         return Message(**state)

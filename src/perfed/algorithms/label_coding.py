@@ -47,7 +47,8 @@ class LabelCode:
         if self.bits == FULL:
             return symbols
         levels = one_hot(symbols[:, 0].long(), classes) if self.bits == 1 else symbols
-        return levels.to(torch.get_default_dtype()) / (2**self.bits - 1)
+        rows: Tensor = levels.to(torch.get_default_dtype()) / (2**self.bits - 1)
+        return rows
 
     def unknown(self, samples: int, classes: int, like: Tensor) -> Tensor:
         """Symbols of rows that have never been received, on the device of another tensor."""
@@ -64,7 +65,7 @@ class LabelCode:
         """The symbols, with those in ``data`` in their places and all others as before."""
         if self.bits == FULL:
             return data
-        which, rows = self._parts(data, *before.shape, classes)
+        which, rows = self._parts(data, before.shape[0], before.shape[1], classes)
         symbols = before.clone()
         symbols[which] = rows
         return symbols

@@ -98,8 +98,8 @@ class Scarlet(Algorithm):
     def next_samples(self, server: Server, made: Tensor) -> Tree:
         """What the next round is about."""
         number = max(1, round(self.share * len(made)))
-        drawn = server.random("public-samples").choice(len(made), number, replace=False)
-        drawn = torch.from_numpy(drawn).sort().values.to(made.device)
+        choice = server.random("public-samples").choice(len(made), number, replace=False)
+        drawn = torch.from_numpy(choice).sort().values.to(made.device)
         fresh = (made[drawn] != NEVER) & (made[drawn] + self.duration > server.round + 1)
         return {"drawn": drawn.int(), "wanted": drawn[~fresh].int()}
 
