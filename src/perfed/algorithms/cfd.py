@@ -15,8 +15,8 @@ the student's weights for its evaluation only.
 
 Which variant, and what differs from the paper and its authors' code:
 
-* They code the changes by their entropy. Here a label that has not changed costs one bit, and one
-  that has costs one and its own. So the sizes are a little larger than theirs, and real.
+* They count the entropy of the changes; their public code has no coder. Here a label that has not
+  changed costs one bit, and one that has costs one and its own, as real bytes.
 * A change is one since the last round in which the server got the client's answer. The server says
   which, so a lost answer costs bytes and no label. Labels are sent as they are, not as differences.
 * Their clients begin each round with a new network, the same for all, after 2,000 steps of
