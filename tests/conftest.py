@@ -80,7 +80,6 @@ TINY: dict[str, Any] = {
 
 
 FEW: dict[str, dict[str, Any]] = {
-    "comet": {"clusters": 2},
     "cosmos": {"clusters": 2, "digest_steps": 2, "steps": 5},
     "kt-pfl": {"digest_steps": 2},
     "perfed-ckt": {"clusters": 2},
@@ -89,6 +88,8 @@ FEW: dict[str, dict[str, Any]] = {
     "selective-fd": {"digest_steps": 2, "ambiguity": 1},
     "pfedme": {"personal_steps": 2},
     "fedtgp": {"epochs": 3},
+    "fedmd": {"warmup_steps": 3},
+    "cfd": {"student_steps": 20},
 }
 
 

@@ -1,4 +1,4 @@
-"""Rivals that send outputs on public samples: KT-pFL, Selective-FD, COMET and COSMOS.
+"""Rivals that send outputs on public samples: KT-pFL, Selective-FD and COSMOS.
 
 Rounds by hand, of softmax regression as in ``test_numpy_reference``; what each method becomes with
 its idea switched off; selectors and clusters against closed forms; what a round costs.
@@ -381,22 +381,6 @@ def test_without_selectors_and_coefficients_both_teach_the_mean(
         assert all(torch.allclose(left[name], right[name], atol=1e-10) for name in right)
 
 
-# COMET
-
-
-def test_comet_is_perfed_ckt_to_the_bit() -> None:
-    """No difference could be established: if one is found, this test is to fail."""
-    options = {"clusters": 2, "weight": 1.3}
-    one, other = (after(3, {"name": name, **options}) for name in ("comet", "perfed-ckt"))
-    assert_equal(models(one, "personal"), models(other, "personal"))
-    assert perfed.algorithms["comet"]().label() == "comet (c=3, λ=2)"
-
-
-def test_comet_refuses_more_clusters_than_clients() -> None:
-    with pytest.raises(ConfigError, match="must be at most clients_per_round, 3"):
-        simulate(algorithm={"name": "comet", "clusters": 4})
-
-
 # COSMOS
 
 
@@ -595,7 +579,7 @@ def test_without_distillation_they_are_local_training_to_the_bit(name: str) -> N
     assert_equal(models(found, "personal"), reference)
 
 
-@pytest.mark.parametrize("name", ["kt-pfl", "selective-fd", "comet", "cosmos"])
+@pytest.mark.parametrize("name", ["kt-pfl", "selective-fd", "cosmos"])
 def test_no_default_turns_them_into_local_training(name: str) -> None:
     few = {"clusters": 2, "steps": 5} if name == "cosmos" else {}
     few |= {"ambiguity": 1} if name == "selective-fd" else {}  # after two steps nobody is sure
@@ -641,7 +625,6 @@ def test_what_a_round_costs() -> None:
     assert costs({"name": "selective-fd", **few}, drawn) == [
         (m * (rows + P), 0), (m * (rows + P), rows + P), (m * (rows + P), rows + P)
     ]  # fmt: skip
-    assert costs({"name": "comet", "clusters": 2}, drawn) == [(m * rows, 2 * rows)] * 3
     two = {"name": "cosmos", "clusters": 2, "steps": 1, **few}
     assert costs(two, drawn) == [(m * rows, 0), (m * rows, 2 * rows), (m * rows, 0)]
     one = {"name": "cosmos", "clusters": 1, "steps": 1, **few}

@@ -1,15 +1,17 @@
 """One file per algorithm; importing this package registers them all."""
 
 from perfed.algorithms.apfl import APFL
-from perfed.algorithms.comet import Comet
+from perfed.algorithms.cfd import CFD
 from perfed.algorithms.cosmos import Cosmos
 from perfed.algorithms.ditto import Ditto
+from perfed.algorithms.ds_fl import DSFL
 from perfed.algorithms.fd import FD
 from perfed.algorithms.fedavg import FedAvg
 from perfed.algorithms.fedavg_ft import FedAvgFT
 from perfed.algorithms.feddf import FedDF
 from perfed.algorithms.fedfomo import FedFomo
 from perfed.algorithms.fedgh import FedGH
+from perfed.algorithms.fedmd import FedMD
 from perfed.algorithms.fedper import FedPer
 from perfed.algorithms.fedproto import FedProto
 from perfed.algorithms.fedprox import FedProx
@@ -26,12 +28,14 @@ from perfed.algorithms.perfed_kin import PerFedKin
 from perfed.algorithms.perfedavg import PerFedAvg
 from perfed.algorithms.pfedme import PFedMe
 from perfed.algorithms.scaffold import Scaffold
+from perfed.algorithms.scarlet import Scarlet
 from perfed.algorithms.selective_fd import SelectiveFD
 
 __all__ = [
     "APFL",
+    "CFD",
+    "DSFL",
     "FD",
-    "Comet",
     "Cosmos",
     "Ditto",
     "FedAvg",
@@ -39,6 +43,7 @@ __all__ = [
     "FedDF",
     "FedFomo",
     "FedGH",
+    "FedMD",
     "FedPer",
     "FedProto",
     "FedProx",
@@ -55,5 +60,6 @@ __all__ = [
     "PerFedEvidence",
     "PerFedKin",
     "Scaffold",
+    "Scarlet",
     "SelectiveFD",
 ]
