@@ -6,6 +6,7 @@ from perfed.algorithms.fedavg_ft import FedAvgFT
 from perfed.algorithms.feddf import FedDF
 from perfed.algorithms.fedfomo import FedFomo
 from perfed.algorithms.fedprox import FedProx
+from perfed.algorithms.fml import FML
 from perfed.algorithms.hypcluster import HypCluster
 from perfed.algorithms.local import Local
 from perfed.algorithms.majority import Majority
@@ -16,6 +17,7 @@ from perfed.algorithms.perfedavg import PerFedAvg
 from perfed.algorithms.scaffold import Scaffold
 
 __all__ = [
+    "FML",
     "Ditto",
     "FedAvg",
     "FedAvgFT",
