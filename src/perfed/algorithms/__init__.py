@@ -5,6 +5,7 @@ from perfed.algorithms.fedavg import FedAvg
 from perfed.algorithms.fedavg_ft import FedAvgFT
 from perfed.algorithms.feddf import FedDF
 from perfed.algorithms.fedfomo import FedFomo
+from perfed.algorithms.fedmrl import FedMRL
 from perfed.algorithms.fedprox import FedProx
 from perfed.algorithms.fml import FML
 from perfed.algorithms.hypcluster import HypCluster
@@ -23,6 +24,7 @@ __all__ = [
     "FedAvgFT",
     "FedDF",
     "FedFomo",
+    "FedMRL",
     "FedProx",
     "HypCluster",
     "Local",
