@@ -5,6 +5,7 @@ from perfed.algorithms.fedavg import FedAvg
 from perfed.algorithms.fedavg_ft import FedAvgFT
 from perfed.algorithms.feddf import FedDF
 from perfed.algorithms.fedfomo import FedFomo
+from perfed.algorithms.fedgen import FedGen
 from perfed.algorithms.fedmrl import FedMRL
 from perfed.algorithms.fedprox import FedProx
 from perfed.algorithms.fml import FML
@@ -24,6 +25,7 @@ __all__ = [
     "FedAvgFT",
     "FedDF",
     "FedFomo",
+    "FedGen",
     "FedMRL",
     "FedProx",
     "HypCluster",

@@ -219,7 +219,14 @@ class Spliced:
         return cls(*(Weights(part, {}) for part in parts), names=(second, between))
 
 
-KINDS = (Mixture, ClassPrior, Adjusted, NearestPrototype, OfNetwork, Spliced)  # a mixture may hold others
+KINDS = (
+    Mixture,
+    ClassPrior,
+    Adjusted,
+    NearestPrototype,
+    OfNetwork,
+    Spliced,
+)  # a mixture may hold others
 
 
 def predictor_of(tensors: Mapping[str, Tensor]) -> Predictor:

@@ -383,9 +383,7 @@ class Population:
         return self._initial[key]
 
     def _draw_weights(self, architecture: str, *, client: int = -1, number: int = 0) -> Weights:
-        initial = initial_weights(
-            *self._shapes[architecture], self.seed, client, number
-        )
+        initial = initial_weights(*self._shapes[architecture], self.seed, client, number)
         weights = with_public_statistics(initial, self.algorithm, self.training).clone()
         return Weights(*({n: t.to(self.device) for n, t in part.items()} for part in weights))
 
@@ -467,9 +465,7 @@ def networks_between(algorithm: Algorithm) -> dict[str, Between]:
     return {name: network for name, network in found if isinstance(network, Between)}
 
 
-def sized(
-    between: Between, width: Callable[[str], int]
-) -> tuple[Architecture, Inputs, int]:
+def sized(between: Between, width: Callable[[str], int]) -> tuple[Architecture, Inputs, int]:
     """How a network between others is built, by the width of each of these."""
     taken = sum(width(network) for network in between.takes)
     architecture = architectures.build(plain(between.architecture))

@@ -286,7 +286,11 @@ class Simulation(Coordinator):
                 },
                 "networks": {name: plain(a) for name, a in self.population.extra.items()},
                 "between": {
-                    name: {"architecture": plain(b.architecture), "takes": b.takes, "gives": b.gives}
+                    name: {
+                        "architecture": plain(b.architecture),
+                        "takes": b.takes,
+                        "gives": b.gives,
+                    }
                     for name, b in self.population.between.items()
                 },
                 "clients": [
