@@ -6,6 +6,7 @@ from perfed.algorithms.fedavg_ft import FedAvgFT
 from perfed.algorithms.feddf import FedDF
 from perfed.algorithms.fedfomo import FedFomo
 from perfed.algorithms.fedgen import FedGen
+from perfed.algorithms.fedkd import FedKD
 from perfed.algorithms.fedmrl import FedMRL
 from perfed.algorithms.fedprox import FedProx
 from perfed.algorithms.fml import FML
@@ -26,6 +27,7 @@ __all__ = [
     "FedDF",
     "FedFomo",
     "FedGen",
+    "FedKD",
     "FedMRL",
     "FedProx",
     "HypCluster",
