@@ -15,12 +15,13 @@ student moves by the cut mean update, so that it is the one that clients have. A
 answered in the last merge is sent only this update; any other is sent the whole student.
 
 Deviations. The paper lets all clients take part, so that nobody misses an update. The authors' code
-has hidden and attention layers of BERT without W, and no gradient is stopped in it; here features
-are what goes into the last layer, W is a Linear layer (with a bias), and the divisor counts as a
-constant: its gradient would drive the losses on labels up. Opinions are not constants, as there. KL
-is the mean over samples, not divided by the classes. T rises over a given number of rounds, for an
-algorithm does not know how many there are. Both networks train at the experiment's learning rate.
-BatchNorm's buffers cross whole, and are averaged. The student is a small MLP unless told otherwise.
+has hidden and attention layers of BERT without W; here features are what goes into the last layer,
+and W is a Linear layer (with a bias). No gradient is stopped in their code; here an opinion is a
+constant in the other's loss, and so is the divisor, whose gradient would drive the losses on labels
+up. KL is the mean over samples, not divided by the classes. T rises over a given number of rounds,
+for an algorithm does not know how many there are. Both networks train at the experiment's learning
+rate. BatchNorm's buffers cross whole, and are averaged. The student is a small MLP unless told
+otherwise.
 """
 
 from __future__ import annotations
@@ -165,15 +166,14 @@ def distil_each_other(models: Mapping[str, Network], private: Private, public: N
     own, student = models[OWN].features(private.x), models[STUDENT].features(private.x)
     teaching, learning = models[OWN].head(own), models[STUDENT].head(student)
     labels = cross_entropy(teaching, private.y) + cross_entropy(learning, private.y)
-    opinions = divergence(teaching, learning) + divergence(learning, teaching)
+    opinions = opinion(teaching, learning) + opinion(learning, teaching)
     hidden = mse_loss(models[HIDDEN](student), own)
     return labels + (opinions + 2 * hidden) / labels.detach()  # hidden is in the loss of both
 
 
-def divergence(student: Tensor, teacher: Tensor) -> Tensor:
-    """KL(teacher ‖ student), the mean over samples."""
-    said, told = student.log_softmax(1), teacher.log_softmax(1)
-    return (told.exp() * (told - said)).sum(1).mean()
+def opinion(student: Tensor, teacher: Tensor) -> Tensor:
+    """How far a student is from what the teacher says: KL, up to a constant."""
+    return cross_entropy(student, teacher.detach().softmax(1))
 
 
 def received(kept: Tree, message: Message) -> Weights:
