@@ -216,7 +216,8 @@ class Spliced:
         for name, tensor in tensors.items():
             number, _, inside = name.partition(":")
             parts[int(number)][inside] = tensor
-        return cls(*(Weights(part, {}) for part in parts), names=(second, between))
+        own, other, middle = (Weights(part, {}) for part in parts)
+        return cls(own, other, middle, (second, between))
 
 
 KINDS = (

@@ -142,10 +142,10 @@ class Population:
             for own in self.by_label:
                 label = self.named(name, own)
                 self._between_of[label] = own
-                self._shapes[label] = sized(between, lambda n, own=own: self._width_of(n, own))
+                self._shapes[label] = sized(between, partial(self._width_of, own))
                 self.modules[label] = build_module(*self._shapes[label]).to(self.device)
 
-    def _width_of(self, network: str, own: str) -> int:
+    def _width_of(self, own: str, network: str) -> int:
         label = own if network == OWN else self.named(network, own)
         if not self.width(label):
             raise ConfigError(
