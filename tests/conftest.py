@@ -90,6 +90,8 @@ FEW: dict[str, dict[str, Any]] = {
     "fedtgp": {"epochs": 3},
     "fedmd": {"warmup_steps": 3},
     "cfd": {"student_steps": 20},
+    "fedgen": {"steps": 5},
+    "fedmrl": {"small": {"name": "mlp", "hidden": [8]}},
 }
 
 

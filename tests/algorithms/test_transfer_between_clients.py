@@ -24,7 +24,6 @@ import numpy as np
 import pytest
 import torch
 
-import perfed
 from perfed.algorithms import Cosmos, KTpFL, SelectiveFD
 from perfed.algorithms.cosmos import eliminated, greedy_clusters
 from perfed.algorithms.kt_pfl import divergence_gradient

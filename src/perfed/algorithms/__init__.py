@@ -10,13 +10,17 @@ from perfed.algorithms.fedavg import FedAvg
 from perfed.algorithms.fedavg_ft import FedAvgFT
 from perfed.algorithms.feddf import FedDF
 from perfed.algorithms.fedfomo import FedFomo
+from perfed.algorithms.fedgen import FedGen
 from perfed.algorithms.fedgh import FedGH
+from perfed.algorithms.fedkd import FedKD
 from perfed.algorithms.fedmd import FedMD
+from perfed.algorithms.fedmrl import FedMRL
 from perfed.algorithms.fedper import FedPer
 from perfed.algorithms.fedproto import FedProto
 from perfed.algorithms.fedprox import FedProx
 from perfed.algorithms.fedrep import FedRep
 from perfed.algorithms.fedtgp import FedTGP
+from perfed.algorithms.fml import FML
 from perfed.algorithms.hypcluster import HypCluster
 from perfed.algorithms.kt_pfl import KTpFL
 from perfed.algorithms.lg_fedavg import LGFedAvg
@@ -36,6 +40,7 @@ __all__ = [
     "CFD",
     "DSFL",
     "FD",
+    "FML",
     "Cosmos",
     "Ditto",
     "FedAvg",
@@ -43,7 +48,10 @@ __all__ = [
     "FedDF",
     "FedFomo",
     "FedGH",
+    "FedGen",
+    "FedKD",
     "FedMD",
+    "FedMRL",
     "FedPer",
     "FedProto",
     "FedProx",

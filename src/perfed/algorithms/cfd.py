@@ -84,6 +84,7 @@ class CFD(Algorithm):
         "own", "what a client begins a round with: its own model, or its first one"
     )
 
+    sends = "outputs on public samples"
     needs_public_set = trains_on_public_set = evaluated_with_server = True
 
     def validate(self) -> None:

@@ -52,6 +52,8 @@ from perfed.core.tree import Tree
 class FD(Algorithm):
     weight: float = option(1.0, "weight of agreement with the other clients", symbol="γ", ge=0)
 
+    sends = "class means"
+
     def messages(self) -> Messages:
         rows = Array(("N", "N"), PROBABILITIES)
         return Messages(

@@ -55,6 +55,8 @@ class FedGH(LGFedAvg):
     epochs: int = option(1, "the server's passes over the prototypes, a round", ge=1)
     batch_size: int = option(1, "prototypes a step of the server", ge=1)
 
+    sends = "class means"
+
     def messages(self) -> Messages:
         heads = super().messages()
         return Messages(up=PROTOTYPES, down=heads.down, evaluation=heads.evaluation)

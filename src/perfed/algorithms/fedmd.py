@@ -57,6 +57,7 @@ class FedMD(Algorithm):
         25, "steps on private samples when a client takes part for the first time", ge=0
     )
 
+    sends = "outputs on public samples"
     needs_public_set = trains_on_public_set = True
 
     def messages(self) -> Messages:

@@ -58,6 +58,7 @@ from perfed.core.tree import Tree
 class FedProto(Algorithm):
     weight: float = option(1.0, "weight of nearness to the prototypes", symbol="λ", ge=0)
 
+    sends = "class means"
     needs_features = shares_features = evaluated_with_server = True
 
     def messages(self) -> Messages:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from perfed.core.algorithm import (
     Algorithm,
@@ -28,6 +29,7 @@ from perfed.core.algorithm import (
     ClientInfo,
     Predictor,
     Reply,
+    Sends,
     Server,
     algorithms,
     supervised,
@@ -41,6 +43,7 @@ from perfed.core.tree import Tree, Weights
 @algorithms.register("lg-fedavg")
 @dataclass(frozen=True)
 class LGFedAvg(Algorithm):
+    sends: ClassVar[Sends] = "parts of networks"
     needs_features = shares_features = evaluated_with_server = True
 
     def messages(self) -> Messages:

@@ -72,6 +72,7 @@ class Scarlet(Algorithm):
         None, "steps a round on public samples; null: as many as on private ones", ge=0
     )
 
+    sends = "outputs on public samples"
     needs_public_set = trains_on_public_set = True
 
     def messages(self) -> Messages:

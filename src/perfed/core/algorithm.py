@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from perfed.core.declaration import Messages
 from perfed.core.errors import ConfigError
 from perfed.core.message import Message
-from perfed.core.network import Network
+from perfed.core.network import Between, Network
 from perfed.core.predictor import (
     Adjusted,
     ClassPrior,
@@ -42,6 +42,7 @@ from perfed.core.predictor import (
     NearestPrototype,
     OfNetwork,
     Predictor,
+    Spliced,
 )
 from perfed.core.registry import Component, Registry
 from perfed.core.streams import numpy_stream
@@ -51,6 +52,7 @@ __all__ = [
     "OWN",
     "Adjusted",
     "Algorithm",
+    "Between",
     "ClassPrior",
     "Client",
     "ClientInfo",
@@ -63,9 +65,12 @@ __all__ = [
     "Private",
     "Public",
     "Reply",
+    "Sends",
     "Server",
+    "Spliced",
     "algorithms",
     "free_parameters",
+    "needs",
     "supervised",
     "trainable",
     "weighted_average",
@@ -107,6 +112,10 @@ class Client(Protocol):
     """τ: training steps of this client in a round."""
     learning_rate: float
     """η in this round."""
+
+    def initial(self, network: str) -> Weights:
+        """The initial weights of a network that :meth:`Algorithm.networks` names: the same for all
+        clients of an architecture."""
 
     def soft_decisions(self, weights: Weights | None = None) -> Tensor:
         """Class probabilities on the whole public set, |P|×N, in evaluation mode."""
@@ -293,9 +302,10 @@ class Algorithm(Component):
         return False
 
     def networks(self) -> Mapping[str, Any]:
-        """Networks beside the clients' own, by name: an architecture each. Clients may train and
-        keep them; those that only the server uses are named here too. ``OWN`` in place of an
-        architecture names a second model of whatever network the client has."""
+        """Networks beside the clients' own, by name: an architecture each, ``OWN`` for a second
+        model of whatever network the client has, or a :class:`Between` for one that takes
+        features. Clients may train and keep them; those that only the server uses are named here
+        too."""
         return {}
 
     def check(self, clients_per_round: int) -> None:

@@ -7,8 +7,10 @@ the network gives for ``x``. How the head is found is the business of :mod:`perf
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -16,6 +18,18 @@ from perfed.core.errors import ConfigError
 from perfed.core.inputs import precision_of
 from perfed.core.predictor import What
 from perfed.core.tree import Weights
+
+
+@dataclass(frozen=True)
+class Between:
+    """A network of a client's between its others: it takes the features of some of them, side by
+    side, and gives as many numbers as one of them has features. So clients of each architecture
+    have one of their own size. It stays with them: it never crosses."""
+
+    architecture: Any
+    takes: tuple[str, ...]
+    """The names of networks; a client's own is ``OWN``."""
+    gives: str
 
 
 def outputs(
@@ -51,6 +65,15 @@ def head_outputs(
     layer = module.get_submodule(declared(head))
     logits: Tensor = functional_call(layer, head_tensors(head, tensors), (features,))
     return logits.to(features.dtype)
+
+
+@torch.no_grad()
+def on_features(module: nn.Module, head: str | None, weights: Weights, features: Tensor) -> Tensor:
+    """What a network makes of features, in evaluation mode: its head, or all of it where it is
+    between others and has none."""
+    if head is None:
+        return outputs(module.eval(), "", weights.params | weights.buffers, features, "logits")
+    return head_outputs(module.eval(), head, weights.params, features)
 
 
 def head_tensors(head: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
