@@ -77,7 +77,7 @@ _LOOKS = {
     "fedfomo-trained": ("#0072B2", "<"),
     "hypcluster": ("#E69F00", ""),
     "perfed-ckt": ("#D55E00", ""),
-    "perfed-evidence": ("#CC79A7", "*"),
+    "perfed-kin": ("#CC79A7", "*"),
 }
 _WITHOUT_COST = {"majority": ":", "local": "--"}
 

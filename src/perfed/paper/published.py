@@ -56,7 +56,7 @@ MAJORITY = Row("majority label", {"name": "majority"}, "personal", None)
 """Not in the paper: how far naming each client's most frequent label goes."""
 FEDAVG_FT = Row("FedAvg-FT", {"name": "fedavg-ft"}, "personal", None)
 """Not in the paper: the plainest personalization."""
-SUCCESSOR = Row("PerFed-Evidence", {"name": "perfed-evidence"}, "personal", None)
+SUCCESSOR = Row("PerFed-Kin", {"name": "perfed-kin"}, "personal", None)
 """Not in the paper: see docs/successor.md."""
 
 # As many candidates as there are models: the paper's cost says that all m are sent.

@@ -41,7 +41,7 @@ INTEREST = (
     "perfed-ckt",
     "fedavg",
     "fedavg-ft",
-    "perfed-evidence",
+    "perfed-kin",
     "ditto",
     "fedfomo",
     "hypcluster",
@@ -102,7 +102,7 @@ class TableRun:
         return {method_name(row.algorithm): row.algorithm for row in ordered}
 
     def study(self, folder: str | Path, methods: Sequence[str] = ()) -> Study:
-        """All runs, or those of some methods, seed by seed of each."""
+        """All runs, or those of some methods in the order given, seed by seed of each."""
         for name in methods:
             if name not in self.methods:
                 raise ConfigError(f"'{name}' is none of {', '.join(self.methods)}", "--methods")
@@ -111,8 +111,7 @@ class TableRun:
             {
                 self.name(spec, fraction, seed): self.experiment(spec, fraction, seed)
                 for fraction in self.fractions
-                for name, spec in self.methods.items()
-                if name in methods or not methods
+                for spec in [self.methods[name] for name in methods or self.methods]
                 for seed in self.seeds
             },
         )
