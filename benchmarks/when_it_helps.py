@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-
 from perfed import Experiment
 from perfed.config import apply_override
 from perfed.core.schema import from_mapping

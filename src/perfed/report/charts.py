@@ -148,7 +148,7 @@ def accuracy_by_communication(curves: Sequence[Series]) -> Chart | None:
             ],
         )
     axes.set(xlabel="parameters sent, both ways (log scale)", ylabel="mean test accuracy (%)")
-    _plain_log(axes)
+    plain_log(axes)
     theme.legend(figure, axes, columns)
     goal = min(max(map(curve.mean, curve.rounds)) for curve in talking)
     paid = {
@@ -288,7 +288,7 @@ def gains(curves: Sequence[Series]) -> Chart | None:
         thirds = _by_size(sizes, gained)
         for low, high, mean in thirds:
             axes.plot([low, high], [mean, mean], color=theme.INK, lw=2, solid_capstyle="butt")
-        _plain_log(axes)
+        plain_log(axes)
         axes.set_title(_short(curve.label))
         bottom, top = axes.get_ylim()
         axes.set_ylim(min(bottom, -1), max(top, 1))  # where nobody gains, no tiny numbers
@@ -653,14 +653,14 @@ def _without_y(axes: Axes) -> None:
     axes.spines["left"].set_visible(False)
 
 
-def _plain_log(axes: Axes) -> None:
+def plain_log(axes: Axes, unit: str = "") -> None:
     """A log axis of plain numbers: 20, 50, 100 k, 1 M; where it is short, more of them."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axes.set(xscale="log")
     low, high = axes.get_xlim()
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 50 * low else (1,)))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: quantity(value)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: quantity(value, unit)))
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.grid(which="minor", axis="x", alpha=0.35)
 

@@ -20,7 +20,6 @@ Shards divide cells, so that whoever makes the trials makes the runs. All that i
 from __future__ import annotations
 
 import copy
-import gc
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,7 +44,7 @@ from perfed.runs.tune import Search
 ALL = "all"
 OWN_KEYS = ("methods", "settings", "seeds", "tuning")
 NOT_HERE = {"algorithm": "methods", "algorithms": "methods", "seed": "seeds"}
-MOST_SETTINGS = 1000
+MOST_SETTINGS = 200
 TUNING_FILE = "tuning.json"
 Values = dict[str, Any]
 Choice = Mapping[str, Any]
@@ -258,11 +257,11 @@ class Conduct:
         try:
             Simulation(cell.experiment(seed, {}), how=how)
         except ConfigError as error:
-            values = self.design.settings[cell.setting] | {"algorithm": plain(reference_algorithm())}
+            values = self.design.settings[cell.setting] | {
+                "algorithm": plain(reference_algorithm())
+            }
             Simulation(_experiment(values | {"seed": seed}), how=how)
             return str(error)
-        finally:
-            gc.collect()  # a simulation and its clients know each other
         return ""
 
     def found(self, cell: Cell) -> Found:
@@ -506,7 +505,7 @@ def _grid(given: Any, where: str) -> Iterator[tuple[str, list[Any]]]:
         raise ConfigError("expected keys, each with the values to try", where)
     for key, choices in given.items():
         if "." in str(key) and not str(key).startswith("training."):
-            raise ConfigError("only options of the method and of training are tuned", f"{where}.{key}")
+            raise ConfigError("only options of methods and of training are tuned", f"{where}.{key}")
         if not isinstance(choices, list) or not choices:
             raise ConfigError("expected a list of the values to try", f"{where}.{key}")
         yield str(key) if "." in str(key) else f"algorithm.{key}", choices

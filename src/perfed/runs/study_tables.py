@@ -70,11 +70,10 @@ class Row:
         """By seed: points of every client above its own local model."""
         if self.is_local:
             return {}
-        pairs = {seed: (r, self.local[seed]) for seed, r in self.records.items() if seed in self.local}
-        kinds = {seed: headline_kind(local["clients"]["test_accuracy"]) for seed, (_, local) in pairs.items()}
         return {
-            seed: [gain for gain, *_ in client_gains(record, local, self.kind, kinds[seed])]
-            for seed, (record, local) in pairs.items()
+            seed: [gain for gain, *_ in client_gains(record, self.local[seed], self.kind)]
+            for seed, record in self.records.items()
+            if seed in self.local
         }
 
     @property
@@ -87,10 +86,10 @@ class Row:
         return bootstrap_interval([*self.gains.values()]) if self.gains else None
 
     @property
-    def harmed(self) -> float | None:
-        """Share of the clients that are worse off than alone."""
+    def harmed_percent(self) -> float | None:
+        """Of the clients, those that are worse off than alone."""
         everybody = [gain for clients in self.gains.values() for gain in clients]
-        return statistics.mean(gain < -HARM for gain in everybody) if everybody else None
+        return 100 * statistics.mean(gain < -HARM for gain in everybody) if everybody else None
 
     @property
     def bytes_per_round(self) -> float:
@@ -122,10 +121,8 @@ class Row:
             "above_local": _rounded(self.gain),
             "above_local_low": _rounded(low),
             "above_local_high": _rounded(high),
-            "harmed": _rounded(None if self.harmed is None else 100 * self.harmed),
-            "worst_tenth": _rounded(
-                100 * statistics.mean(self.last("test_accuracy_worst_decile"))
-            ),
+            "harmed": _rounded(self.harmed_percent),
+            "worst_tenth": _rounded(100 * statistics.mean(self.last("test_accuracy_worst_decile"))),
             "calibration_error": _rounded(
                 100 * statistics.mean(self.last("test_calibration_error"))
             ),
@@ -140,11 +137,11 @@ class Section:
 
     name: str
     rows: tuple[Row, ...]
+    """The best first, of those that are complete."""
 
-    @cached_property
+    @property
     def ranked(self) -> list[Row]:
-        """The complete methods, the best first."""
-        return sorted((r for r in self.rows if r.complete), key=lambda row: -row.accuracy)
+        return [row for row in self.rows if row.complete]
 
     @cached_property
     def against_best(self) -> dict[str, float]:
@@ -190,7 +187,8 @@ class Outcome:
         local = min(ways, key=lambda f: f.cell.method.algorithm.trains_everyone(), default=None)
         records = local.records if local else {}
         numbers = {method.name: number for number, method in enumerate(self.design.methods)}
-        return tuple(Row(f, numbers[f.cell.method.name], records, f is local) for f in here)
+        rows = [Row(f, numbers[f.cell.method.name], records, f is local) for f in here]
+        return tuple(sorted(rows, key=lambda row: (not row.complete, -row.accuracy)))
 
     @cached_property
     def everywhere(self) -> list[str]:
@@ -220,8 +218,8 @@ class Outcome:
                 "mean_rank": _rounded(statistics.mean(ranks[name])),
                 "first_in": ranks[name].count(1),
                 "mean_gain": _rounded(_mean(row.gain for row in rows[name])),
-                "lowest_gain": _rounded(min(_known(row.gain for row in rows[name]), default=None)),
-                "harmed": _rounded(_mean(100 * h for row in rows[name] if (h := row.harmed) is not None)),
+                "lowest_gain": _rounded(min(_known(r.gain for r in rows[name]), default=None)),
+                "harmed": _rounded(_mean(r.harmed_percent for r in rows[name])),
                 "p_best": _rounded(by_best.get(name)),
             }
             for name in order
@@ -233,7 +231,10 @@ class Outcome:
         """As in a setting, but a pair is a setting and seed: mean accuracies."""
         if len(order) < 2:
             return {}
-        means = {name: [v for row in rows[name] for v in row.last("test_accuracy")] for name in order}
+        means = {
+            name: [value for row in rows[name] for value in row.last("test_accuracy")]
+            for name in order
+        }
         best, *others = order
         tests = [signed_rank(np.subtract(means[best], means[other])) for other in others]
         return dict(zip(others, holm(tests), strict=True))
@@ -270,26 +271,23 @@ class Outcome:
                 who | {"seeds": str(seed), "why": f"diverged: {why}"}
                 for seed, why in f.failed.items()
             ]
-            if f.choice is None and f.tuned is not None:
-                done = len(f.tuned["trials"])
-                why = f"not run: {done} of {f.tuned['of']} trials are done"
-                rows.append(who | {"seeds": "all", "why": why})
-            elif f.missing:
+            if f.missing:
                 seeds = "all" if len(f.missing) == len(self.design.seeds) else _list(f.missing)
                 rows.append(who | {"seeds": seeds, "why": "not run"})
         return rows
 
     def tables(self) -> dict[str, Table]:
         """By the names of their files."""
-        named = {f"setting {s.name}": _setting_table(self.design, s) for s in self.sections}
+        named = {
+            f"setting {section.name}": _setting_table(self.design, section, number == 0)
+            for number, section in enumerate(self.sections)
+        }
         if len(self.sections) > 1:
             named["over all settings"] = _overall_table(self)
         if rows := self.chosen():
             named["chosen settings"] = _chosen_table(self.design, rows)
         if rows := self.without_result():
-            cells = [[*map(str, row.values())] for row in rows]
-            header = ("setting", "method", "seeds", "why")
-            named["without a result"] = Table("Without a result", header, cells, names=4)
+            named["without a result"] = _without_result_table(rows)
         return named
 
     def values(self) -> dict[str, list[dict[str, Any]]]:
@@ -302,40 +300,47 @@ class Outcome:
 
 
 HEADER = (
-    *("method", "model", "seeds", "accuracy", "above local", "harmed %", "worst tenth"),
-    *("calibration", "bytes/round", "s/round", "p"),
+    *("method", "model", "accuracy", "p", "above local", "harmed %", "worst tenth", "ECE %"),
+    *("bytes/round", "s/round"),
 )
 ACCURACY = HEADER.index("accuracy")
-NOTE = f"""\
-Test accuracy in %, mean over all clients, after the last round{{deviation}}. model: the client's
-personal model where the method has one, else the global one. above local: points above the client's
-own local model; in brackets a 95 % interval, by {DRAWS:,} paired bootstrap draws of {{levels}}.
-harmed: clients more than {HARM:g} points below their local model. worst tenth: mean of the tenth of the
-clients that fare worst. calibration: expected calibration error in %. bytes/round: as sent, both ways.
-p: how probable the distance from the best method is by chance (Wilcoxon's signed-rank test over
-clients and seeds, after Holm's correction). Bold: the best, and what is not told apart from it
-(p > {ALPHA:.2g})."""
-ONE_SEED = """
-One seed: how much another division of the data would change is not known."""
-FEW_SEEDS = """
-With so few seeds, intervals are rather too narrow than too wide."""
-UNRANKED = """
-Not ranked, since runs of other seeds are on other data: {}."""
+NOTE = (
+    "Test accuracy in %, mean over all clients, after the last round{deviation}. "
+    "model: the client's personal model where the method has one, else the global one. "
+    f"Bold: the best, and what is not told apart from it (p > {ALPHA:.2g}). "
+    "p: how probable the distance from the best is by chance (Wilcoxon's signed-rank test over "
+    "clients and seeds, with Holm's correction). "
+    "above local: points above the client's own local model; in brackets a 95 % interval, by "
+    f"{DRAWS:,} paired bootstrap draws of {{levels}}. "
+    f"harmed: clients more than {HARM:g} points below their local model. "
+    "worst tenth: mean of the tenth of the clients that fare worst. "
+    "ECE: expected calibration error. bytes/round: as sent, both ways."
+)
+MANY_SEEDS = 10
+ONE_SEED = " One seed: how much another division of the data would change is not known."
+FEW_SEEDS = " With so few seeds, intervals are rather too narrow than too wide."
+UNRANKED = " Not ranked, since runs of other seeds are on other data: {}."
 
 
-def _setting_table(design: Design, section: Section) -> Table:
-    one = len(design.seeds) == 1
-    note = NOTE.format(
-        deviation="" if one else ", ± standard deviation over seeds",
-        levels="clients" if one else "seeds, and of clients in each",
-    )
-    note += ONE_SEED if one else FEW_SEEDS * (len(design.seeds) < 10)
-    unranked = [row.method for row in section.rows if not row.complete]
+def _setting_table(design: Design, section: Section, first: bool) -> Table:
+    """The first one says what its columns are."""
+    note = _columns_note(len(design.seeds)) if first else "Columns: as in the first table."
+    unranked = [
+        f"{row.method} ({_seeds_text(row.seeds)})" for row in section.rows if not row.complete
+    ]
     note += UNRANKED.format(", ".join(unranked)) if unranked else ""
     rows = [_cells(section, row) for row in section.rows]
     best = {(n, ACCURACY) for n, row in enumerate(section.rows) if section.is_best(row)}
     title = f"{section.name}: {_seeds_text(design.seeds)}"
     return Table(title, HEADER, rows, note, names=2, bold=best)
+
+
+def _columns_note(seeds: int) -> str:
+    note = NOTE.format(
+        deviation="" if seeds == 1 else ", ± standard deviation over seeds",
+        levels="clients" if seeds == 1 else "seeds, and of clients in each",
+    )
+    return note + (ONE_SEED if seeds == 1 else FEW_SEEDS * (seeds < MANY_SEEDS))
 
 
 def _cells(section: Section, row: Row) -> list[str]:
@@ -349,15 +354,14 @@ def _cells(section: Section, row: Row) -> list[str]:
     return [
         row.method,
         row.kind,
-        str(numbers["seeds"]),
         spread(row.last("test_accuracy")),
+        "best" if best else _p(p),
         gain,
-        "–" if row.harmed is None else f"{100 * row.harmed:.0f}",
-        spread(row.last("test_accuracy_worst_decile")),
+        "–" if row.harmed_percent is None else f"{row.harmed_percent:.0f}",
+        f"{numbers['worst_tenth']:.1f}",
         f"{numbers['calibration_error']:.1f}",
         quantity(row.bytes_per_round, "B"),
         f"{row.seconds_per_round:.2g}",
-        "best" if best else _p(p),
     ]
 
 
@@ -380,13 +384,14 @@ def _overall_table(outcome: Outcome) -> Table:
     ]
     settings, seeds = len(outcome.sections), len(outcome.design.seeds)
     note = (
-        "mean rank: by accuracy, within each setting, so on the same data; 1 is the best. first in: "
-        "so many settings. mean gain, lowest gain: points above local training, over settings. "
+        "mean rank: by accuracy, within each setting, so on the same data; 1 is the best. "
+        "first in: so many settings. "
+        "mean gain, lowest gain: points above local training, over settings. "
         f"p: as in a setting, over the {settings * seeds} pairs of a setting and a seed."
     )
     without = [m.name for m in outcome.design.methods if m.name not in outcome.everywhere]
     if without:
-        note += f" Not here, since not all of their runs are there: {', '.join(without)}."
+        note += f" Not here, since some setting lacks runs of theirs: {', '.join(without)}."
     bold = {
         (number, 1)
         for number, row in enumerate(rows)
@@ -410,12 +415,22 @@ def _chosen_table(design: Design, rows: Sequence[Mapping[str, Any]]) -> Table:
     ]
     note = (
         f"By validation accuracy (in %) of seed {design.tuning.seed}, which has no part in the "
-        f"results; {design.tuning.trials} trials for every method, of which the first is the method "
-        "as it is listed. Of methods that use validation samples themselves, half of these are "
-        "kept. tuning.json has every trial."
+        f"results; {design.tuning.trials} trials for every method, the first of them with what the "
+        "study file says. A method that uses validation samples itself sees half of them, and the "
+        "choice is by the other half. tuning.json has every trial."
     )
     header = ("setting", "method", "chosen", "trials", "validation")
     return Table("Settings, chosen by validation", header, cells, note, names=3)
+
+
+def _without_result_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """What several methods have in common is said once."""
+    grouped: dict[tuple[str, str, str], list[str]] = {}
+    for row in rows:
+        key = (row["setting"], row["why"], row["seeds"])
+        grouped.setdefault(key, []).append(row["method"])
+    cells = [[*key, ", ".join(methods)] for key, methods in grouped.items()]
+    return Table("Without a result", ("setting", "why", "seeds", "methods"), cells, names=4)
 
 
 def _choice_text(choice: Mapping[str, Any]) -> str:
