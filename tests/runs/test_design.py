@@ -446,6 +446,19 @@ def test_only_what_has_the_same_data_is_ranked(tmp_path: Path) -> None:
     assert overall[0]["mean_gain"] == pytest.approx(10)
 
 
+def test_equals_share_their_ranks(tmp_path: Path) -> None:
+    planned = study(tuning=None, methods=["local", "fedavg", "majority"], seeds=[0])
+    levels = {"local": 0.5, "fedavg": 0.5, "majority": 0.4}
+    results = {
+        (setting, method, 0): [value] * 4
+        for setting in ("groups", "IID")
+        for method, value in levels.items()
+    }
+    overall = made_up(tmp_path, planned, results).overall()
+    ranks = {row["method"]: row["mean_rank"] for row in overall}
+    assert ranks == {"local": 1.5, "fedavg": 1.5, "majority": 3}
+
+
 def test_what_is_not_told_apart_from_the_best_is_marked_too(tmp_path: Path) -> None:
     close = [0.6, 0.62, 0.58, 0.61, 0.6, 0.59, 0.63, 0.57]
     planned = study(

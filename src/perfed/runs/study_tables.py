@@ -203,12 +203,14 @@ class Outcome:
     def overall(self) -> list[dict[str, Any]]:
         """Of those methods, the best mean rank first. Ranks are within a setting, so on the same
         data; what is averaged over settings is ranks and points above local training."""
-        ranks: dict[str, list[int]] = {name: [] for name in self.everywhere}
+        ranks: dict[str, list[float]] = {name: [] for name in self.everywhere}
         rows: dict[str, list[Row]] = {name: [] for name in self.everywhere}
         for section in self.sections:
             common = [row for row in section.ranked if row.method in ranks]
-            for rank, row in enumerate(common, start=1):
-                ranks[row.method].append(rank)
+            for row in common:
+                better = sum(other.accuracy > row.accuracy for other in common)
+                equal = sum(other.accuracy == row.accuracy for other in common)
+                ranks[row.method].append(better + (equal + 1) / 2)  # equals share their ranks
                 rows[row.method].append(row)
         order = sorted(self.everywhere, key=lambda name: statistics.mean(ranks[name]))
         by_best = self._against_best(order, rows)
