@@ -83,6 +83,7 @@ FEW: dict[str, dict[str, Any]] = {
     "perfed-ckt": {"clusters": 2},
     "hypcluster": {"clusters": 2},
     "feddf": {"steps": 20},
+    "fedtgp": {"epochs": 3},
 }
 
 

@@ -10,6 +10,7 @@ import pytest
 
 import perfed
 from perfed.config import STUDIES, preset_names, read_mapping
+from perfed.core.declaration import Maybe, Messages, Model, PerParameter, sends_own_weights
 from perfed.core.errors import ConfigError, RunError
 from perfed.runs.design import Conduct, Design, design
 from perfed.runs.study import Shard
@@ -233,6 +234,19 @@ def test_all_is_every_registered_method_once() -> None:
     names = [method.name for method in planned.methods]
     assert names[0] == "local"
     assert sorted(names) == sorted(perfed.algorithms)
+
+
+def test_what_a_method_says_it_sends_agrees_with_its_messages() -> None:
+    """Methods of weights are told by their declared messages: heads and second networks are none
+    of a client's own weights, and all but the head is."""
+    for name in perfed.algorithms:
+        if perfed.algorithms[name].sends == "weights":
+            assert sends_own_weights(perfed.algorithms[name]().messages()), name
+    base, head = (Messages(up={"part": Maybe(PerParameter(p))}) for p in ("base", "head"))
+    assert sends_own_weights(base)
+    assert not sends_own_weights(head)
+    assert not sends_own_weights(Messages(up={"small": Model("small")}))
+    assert not sends_own_weights(Messages())
 
 
 def test_a_list_is_a_setting_for_each_value_where_a_key_takes_none() -> None:

@@ -25,7 +25,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, TypeVar, overload
+from typing import Any, ClassVar, Literal, Protocol, TypeVar, overload
 
 import numpy as np
 import torch
@@ -231,6 +231,17 @@ class Server:
         return numpy_stream(self.seed, f"server/{purpose}", round=self.round)
 
 
+Sends = Literal[
+    "nothing",
+    "outputs on public samples",
+    "class means",
+    "parts of networks",
+    "a second network",
+    "weights",
+]
+"""What clients send, from the least to the most: the order in which methods are listed."""
+
+
 DECLARED = {"first_message": "has_opening", "evaluation_message": "evaluated_with_server"}
 """Hooks that some methods have, and what these must say of themselves."""
 
@@ -239,6 +250,8 @@ class Algorithm(Component):
     """Base class of all algorithms. See the module's docstring for the contract."""
 
     registry: ClassVar[Registry[Algorithm]]
+    sends: ClassVar[Sends | None] = None
+    """What clients send, for a reader who chooses a method; the details are in :meth:`messages`."""
     needs_public_set: ClassVar[bool] = False
     trains_on_public_set: ClassVar[bool] = False
     """Whether clients' objectives get public mini-batches."""
@@ -319,6 +332,20 @@ class Algorithm(Component):
 
 algorithms: Registry[Algorithm] = Registry("algorithm")
 Algorithm.registry = algorithms
+
+
+def needs(algorithm: type[Algorithm]) -> list[str]:
+    """What a method asks of clients and their networks, in words."""
+    asked = {
+        "a public set": algorithm.needs_public_set,
+        "validation samples": algorithm.uses_validation,
+        "features of one width": algorithm.shares_features,
+        "a last layer, the head": algorithm.needs_features,
+        "clients of one network": algorithm.sends == "weights",
+    }
+    if algorithm.shares_features:  # says the same, and more
+        del asked["a last layer, the head"]
+    return [words for words, needed in asked.items() if needed]
 
 
 def reference_algorithm() -> Algorithm:
