@@ -16,7 +16,6 @@ from perfed.runs.design import Conduct, Design, design
 from perfed.runs.study import Shard
 from perfed.runs.study_tables import Outcome, Row
 from tests.conftest import SEQUENTIAL, TINY
-from tests.methods import PLUGINS
 
 SHARED: dict[str, Any] = {key: TINY[key] for key in TINY if key not in ("algorithm", "models")} | {
     "name": "tiny",
@@ -202,24 +201,23 @@ def test_some_methods_and_settings_only_and_the_rest_is_listed(tmp_path: Path) -
 
 def test_a_method_that_does_not_fit_is_left_out_with_a_reason(tmp_path: Path) -> None:
     """By its options, by its weights, by features of two widths: the others are run."""
-    fedproto = f"{PLUGINS}/fedproto.py:FedProto"
     many = {"name": "perfed-ckt", "clusters": 5, "label": "too many"}
     planned = study(
-        methods=["local", many, fedproto, "all"],
+        methods=["local", many, "all"],
         settings={"two": {"models": [{"name": "mlp", "hidden": [h]} for h in (8, 9)]}},
         tuning=None,
         seeds=[0],
         clients_per_round=3,
     )
     conduct = Conduct(planned, tmp_path)
-    conduct.run(SEQUENTIAL, methods=["local", "too many", "FedProto", "fedavg", "majority"])
+    conduct.run(SEQUENTIAL, methods=["local", "too many", "fedproto", "fedavg", "majority"])
     why = {row["method"]: row["why"] for row in outcome(conduct).without_result()}
     assert "algorithm.clusters: 5" in why["too many"]
     assert why["fedavg"] == ("left out: it averages weights, and clients have 2 different networks")
-    assert "must be one width" in why["FedProto"]
+    assert "must be one width" in why["fedproto"]
     assert {row.method for row in outcome(conduct).sections[0].rows} == {"local", "majority"}
     before = sorted(file.name for file in (tmp_path / "records").iterdir())
-    conduct.run(SEQUENTIAL, methods=["FedProto"])  # it stays left out
+    conduct.run(SEQUENTIAL, methods=["fedproto"])  # it stays left out
     assert sorted(file.name for file in (tmp_path / "records").iterdir()) == before
 
 

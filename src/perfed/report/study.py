@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from html import escape
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from perfed.config import dump_yaml
 from perfed.core import layout
@@ -20,6 +21,9 @@ from perfed.report.page import write_figures
 from perfed.runs.study import folder_name, machines
 from perfed.runs.study_tables import Outcome, Row, Section
 from perfed.runs.tables import HARM, quantity
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 NAME = "study"  # of the files
 OF_METHODS = ("setting ", "over all settings")
@@ -156,8 +160,13 @@ def _accuracy_against_bytes(section: Section, number: int) -> Chart | None:
         f"bytes-{number}", f"Accuracy against bytes: {section.name}", section.rows
     )
     for row in silent:
-        look = {"color": theme.colour(row.number), "ls": (0, (1, 2)), "lw": 1.4}
-        axes.axhline(100 * row.accuracy, label=row.method, **look)
+        axes.axhline(
+            100 * row.accuracy,
+            color=theme.colour(row.number),
+            ls=(0, (1, 2)),
+            lw=1.4,
+            label=row.method,
+        )
     _points(chart, axes, talking, lambda row: (row.bytes_per_round, 100 * row.accuracy), _cost_tip)
     sent = [row.bytes_per_round for row in talking]
     axes.set_xlim(min(sent) / 1.6, max(sent) * 1.6)
@@ -193,7 +202,8 @@ def _gain_against_harm(section: Section, number: int) -> Chart | None:
     axes.axhline(0, color=theme.MUTED, lw=1)
     for row in rows:
         low, high = row.interval or (0, 0)
-        axes.plot([row.harmed_percent] * 2, [low, high], color=theme.colour(row.number), alpha=0.45)
+        harmed = row.harmed_percent or 0
+        axes.plot([harmed] * 2, [low, high], color=theme.colour(row.number), alpha=0.45)
     _points(chart, axes, rows, lambda row: (row.harmed_percent or 0, row.gain or 0), _gain_tip)
     axes.set(
         xlabel=f"clients more than {HARM:g} points below local (%)", ylabel="points above local"
@@ -212,14 +222,14 @@ def _gain_against_harm(section: Section, number: int) -> Chart | None:
     return chart
 
 
-def _canvas(name: str, title: str, rows: Sequence[Row]) -> tuple[Chart, theme.Axes]:
+def _canvas(name: str, title: str, rows: Sequence[Row]) -> tuple[Chart, Axes]:
     figure, axes = theme.canvas(3.1, legend=-(-len(rows) // _columns(rows)))
     return Chart(name, title, figure), axes
 
 
 def _points(
     chart: Chart,
-    axes: theme.Axes,
+    axes: Axes,
     rows: Sequence[Row],
     place: Callable[[Row], tuple[float, float]],
     words: Callable[[Row], str],

@@ -45,7 +45,7 @@ def bootstrap_interval(
     return float(low), float(high)
 
 
-def signed_rank(differences: Sequence[float]) -> float:
+def signed_rank(differences: Sequence[float] | np.ndarray) -> float:
     """Wilcoxon's signed-rank test, two-sided: the probability of pairs that differ at least this
     much in one direction, if there is no direction. Pairs that do not differ are left out."""
     from scipy.stats import wilcoxon  # scikit-learn brings it

@@ -93,15 +93,15 @@ class Row:
 
     @property
     def bytes_per_round(self) -> float:
-        return statistics.mean(
-            (r["summary"]["traffic"]["up_bytes"] + r["summary"]["traffic"]["down_bytes"])
-            / r["summary"]["rounds"]
-            for r in self.records.values()
-        )
+        summaries = [record["summary"] for record in self.records.values()]
+        sent = [s["traffic"]["up_bytes"] + s["traffic"]["down_bytes"] for s in summaries]
+        rounds = [s["rounds"] for s in summaries]
+        return float(np.mean(np.divide(sent, rounds)))
 
     @property
     def seconds_per_round(self) -> float:
-        return statistics.mean(r["seconds"] / r["summary"]["rounds"] for r in self.records.values())
+        paces = [r["seconds"] / r["summary"]["rounds"] for r in self.records.values()]
+        return float(np.mean(paces))
 
     def clients(self) -> list[float]:
         """Test accuracy of every client of every seed, in the order of the study's seeds."""
