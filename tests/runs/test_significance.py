@@ -7,7 +7,13 @@ import numpy as np
 import pytest
 
 from perfed.runs import significance
-from perfed.runs.significance import bootstrap_interval, bootstrap_means, holm, signed_rank
+from perfed.runs.significance import (
+    against_first,
+    bootstrap_interval,
+    bootstrap_means,
+    holm,
+    signed_rank,
+)
 
 
 def every_mean(seeds: list[list[float]]) -> np.ndarray:
@@ -93,3 +99,13 @@ def test_signed_ranks_by_counting(differences: list[float]) -> None:
 def test_pairs_that_do_not_differ_say_nothing() -> None:
     assert signed_rank([0.0, 0.0]) == 1.0
     assert signed_rank([0.0, 1.0, 2.0, 3.0]) == signed_rank([1.0, 2.0, 3.0])
+
+
+def test_pairs_too_few_for_any_result_give_none() -> None:
+    """Two tests of n pairs: at best 2 · 2 / 2ⁿ, which is below 0.05 from n = 7 on."""
+    first = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
+    lower = [value / 2 for value in first]
+    found = against_first({"a": first, "b": lower, "c": lower})
+    assert found == pytest.approx({"b": 4 / 2**7, "c": 4 / 2**7})
+    assert against_first({"a": first[1:], "b": lower[1:], "c": lower[1:]}) == {}
+    assert against_first({"a": first}) == {}

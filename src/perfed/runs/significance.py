@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -67,3 +67,16 @@ def holm(probabilities: Sequence[float]) -> list[float]:
         largest = max(largest, (len(order) - place) * float(probabilities[number]))
         adjusted[number] = min(1.0, largest)
     return adjusted
+
+
+def against_first(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Of each but the first, how probable its distance from the first is by chance, after Holm's
+    correction. Nothing where pairs are so few that no distance could be told from chance."""
+    if len(values) < 2:
+        return {}
+    (_, first), *others = values.items()
+    least = 2 / 2 ** len(first)  # all pairs differ in one direction
+    if len(others) * least > ALPHA:
+        return {}
+    tests = [signed_rank(np.subtract(first, other)) for _, other in others]
+    return dict(zip((name for name, _ in others), holm(tests), strict=True))

@@ -16,7 +16,7 @@ import numpy as np
 from perfed.core.layout import Table
 from perfed.runs.design import Design, Found
 from perfed.runs.result import headline_kind
-from perfed.runs.significance import ALPHA, DRAWS, bootstrap_interval, holm, signed_rank
+from perfed.runs.significance import ALPHA, DRAWS, against_first, bootstrap_interval
 from perfed.runs.study import Record, client_gains
 from perfed.runs.tables import HARM, quantity, spread
 from perfed.runs.tune import shown_value
@@ -147,18 +147,13 @@ class Section:
     def against_best(self) -> dict[str, float]:
         """Of the other complete methods, how probable their distance from the best is by chance:
         signed ranks of all clients of all seeds, after Holm's correction."""
-        if len(self.ranked) < 2:
-            return {}
-        best, *others = self.ranked
-        differences = [np.subtract(best.clients(), other.clients()) for other in others]
-        adjusted = holm([signed_rank(pairs) for pairs in differences])
-        return {row.method: p for row, p in zip(others, adjusted, strict=True)}
+        return against_first({row.method: row.clients() for row in self.ranked})
 
     def is_best(self, row: Row) -> bool:
         """The best, or not told apart from it."""
-        if len(self.ranked) < 2 or not row.complete:
+        if len(self.ranked) < 2:
             return False
-        return row is self.ranked[0] or self.against_best[row.method] > ALPHA
+        return row is self.ranked[0] or self.against_best.get(row.method, 0) > ALPHA
 
     def records(self) -> list[dict[str, Any]]:
         return [
@@ -231,15 +226,12 @@ class Outcome:
         self, order: Sequence[str], rows: Mapping[str, Sequence[Row]]
     ) -> dict[str, float]:
         """As in a setting, but a pair is a setting and seed: mean accuracies."""
-        if len(order) < 2:
-            return {}
-        means = {
-            name: [value for row in rows[name] for value in row.last("test_accuracy")]
-            for name in order
-        }
-        best, *others = order
-        tests = [signed_rank(np.subtract(means[best], means[other])) for other in others]
-        return dict(zip(others, holm(tests), strict=True))
+        return against_first(
+            {
+                name: [value for row in rows[name] for value in row.last("test_accuracy")]
+                for name in order
+            }
+        )
 
     def chosen(self) -> list[dict[str, Any]]:
         """What was chosen by validation data, and by how many trials."""
@@ -389,7 +381,8 @@ def _overall_table(outcome: Outcome) -> Table:
         "mean rank: by accuracy, within each setting, so on the same data; 1 is the best. "
         "first in: so many settings. "
         "mean gain, lowest gain: points above local training, over settings. "
-        f"p: as in a setting, over the {settings * seeds} pairs of a setting and a seed."
+        f"p: as in a setting, over the {settings * seeds} pairs of a setting and a seed; – where "
+        "these are too few for any test."
     )
     without = [m.name for m in outcome.design.methods if m.name not in outcome.everywhere]
     if without:
@@ -397,7 +390,7 @@ def _overall_table(outcome: Outcome) -> Table:
     bold = {
         (number, 1)
         for number, row in enumerate(rows)
-        if len(rows) > 1 and (number == 0 or row["p_best"] > ALPHA)
+        if len(rows) > 1 and (number == 0 or (row["p_best"] or 0) > ALPHA)
     }
     title = f"Over all {settings} settings: {_seeds_text(outcome.design.seeds)}"
     return Table(title, OVERALL, cells, note, bold=bold)
