@@ -94,6 +94,19 @@ def test_a_method_has_one_colour_and_shape_in_every_table_and_figure(
         assert marks == [str(number)] * 3  # two settings, and over all
 
 
+def test_curves_are_drawn_where_there_is_more_than_one_evaluation(tmp_path: Path) -> None:
+    changes = {"methods": ["local", "fedavg"], "tuning": None, "settings": {"one": {}}}
+    conduct = Conduct(design(STUDY | changes | {"evaluate_every": 1}), tmp_path)
+    conduct.run(SEQUENTIAL)
+    page = StudyPage(Outcome(conduct.design, conduct.everything()))
+    chart = page.charts["one"][-1]
+    assert chart.name == "rounds-1"
+    for row, line in zip(page.outcome.sections[0].rows, chart.figure.axes[0].lines, strict=True):
+        assert line.get_label() == row.method
+        assert line.get_xdata().tolist() == [1, 2]
+        assert line.get_ydata()[-1] == pytest.approx(100 * row.accuracy, abs=1e-3)
+
+
 def test_an_unfinished_study_says_so(tmp_path: Path) -> None:
     conduct = Conduct(design(STUDY), tmp_path)
     page = StudyPage(Outcome(conduct.design, conduct.everything()))

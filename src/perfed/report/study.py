@@ -131,14 +131,11 @@ def _state(outcome: Outcome) -> str:
 def _origin(outcome: Outcome) -> str:
     """Where the numbers come from: settings and machines."""
     design = outcome.design
-    records = {
-        f.cell.run_name(seed): record for f in outcome.found for seed, record in f.records.items()
-    }
     methods = {method.name: plain(method.algorithm) for method in design.methods}
     sections = [
         details("Methods, as listed", dump_yaml(methods)),
         *(details(f"Setting {name}", dump_yaml(keys)) for name, keys in design.settings.items()),
-        *(details("Machine and versions", dump_yaml(machine)) for machine in machines(records)),
+        *(details("Machine and versions", dump_yaml(one)) for one in machines(outcome.records())),
     ]
     return f'<section class="card" id="configuration">{"".join(sections)}</section>'
 
@@ -147,8 +144,8 @@ def _origin(outcome: Outcome) -> str:
 
 
 def _charts(section: Section, number: int) -> list[Chart]:
-    found = (_accuracy_against_bytes(section, number), _gain_against_harm(section, number))
-    return [chart for chart in found if chart is not None]
+    drawn = (_accuracy_against_bytes, _gain_against_harm, _accuracy_by_round)
+    return [chart for draw in drawn if (chart := draw(section, number)) is not None]
 
 
 def _accuracy_against_bytes(section: Section, number: int) -> Chart | None:
@@ -219,6 +216,27 @@ def _gain_against_harm(section: Section, number: int) -> Chart | None:
     )
     if unharmed:
         chart.caption += f" Gain, and nobody harmed: {listed(unharmed)}."
+    return chart
+
+
+def _accuracy_by_round(section: Section, number: int) -> Chart | None:
+    curves = {row.method: row.curve() for row in section.rows}
+    if max(len(rounds) for rounds, _ in curves.values()) < 2:
+        return None
+    chart, axes = _canvas(f"rounds-{number}", f"Accuracy by round: {section.name}", section.rows)
+    for row in section.rows:
+        rounds, accuracies = curves[row.method]
+        mean, colour = accuracies.mean(0), theme.colour(row.number)
+        axes.plot(rounds, mean, color=colour, ls=theme.style(row.number), label=row.method)
+        if len(accuracies) > 1:
+            spread = accuracies.std(0, ddof=1)
+            low, high = mean - spread, mean + spread
+            axes.fill_between(rounds, low, high, color=colour, alpha=0.12, lw=0)
+    axes.set(xlabel="communication round", ylabel="mean test accuracy (%)")
+    theme.legend(chart.figure, axes, _columns(section.rows))
+    chart.caption = "Mean over all clients."
+    if any(len(row.seeds) > 1 for row in section.rows):
+        chart.caption += " Bands: ± one standard deviation over seeds."
     return chart
 
 

@@ -103,6 +103,11 @@ class Row:
         paces = [r["seconds"] / r["summary"]["rounds"] for r in self.records.values()]
         return float(np.mean(paces))
 
+    def curve(self) -> tuple[np.ndarray, np.ndarray]:
+        """Evaluated rounds, from 1, and seeds × rounds mean test accuracies in %."""
+        curves = np.array([record["curve"][self.kind] for record in self.records.values()])
+        return curves[0, :, 0] + 1, 100 * curves[:, :, 1]
+
     def clients(self) -> list[float]:
         """Test accuracy of every client of every seed, in the order of the study's seeds."""
         return [a for r in self.records.values() for a in r["clients"]["test_accuracy"][self.kind]]
@@ -232,6 +237,12 @@ class Outcome:
                 for name in order
             }
         )
+
+    def records(self) -> dict[str, Record]:
+        """Those of finished runs, by name."""
+        return {
+            f.cell.run_name(seed): record for f in self.found for seed, record in f.records.items()
+        }
 
     def chosen(self) -> list[dict[str, Any]]:
         """What was chosen by validation data, and by how many trials."""
