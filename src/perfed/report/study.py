@@ -15,7 +15,7 @@ from perfed.core.layout import Table
 from perfed.core.schema import plain
 from perfed.core.tensorfile import write_atomically
 from perfed.report import theme
-from perfed.report.charts import Chart, listed, plain_log
+from perfed.report.charts import Chart, listed, plain_log, whole_rounds
 from perfed.report.document import details, document, figures_html, point_mark, table_card
 from perfed.report.page import write_figures
 from perfed.runs.study import folder_name, machines
@@ -233,6 +233,7 @@ def _accuracy_by_round(section: Section, number: int) -> Chart | None:
             low, high = mean - spread, mean + spread
             axes.fill_between(rounds, low, high, color=colour, alpha=0.12, lw=0)
     axes.set(xlabel="communication round", ylabel="mean test accuracy (%)")
+    whole_rounds(axes)
     theme.legend(chart.figure, axes, _columns(section.rows))
     chart.caption = "Mean over all clients."
     if any(len(row.seeds) > 1 for row in section.rows):
