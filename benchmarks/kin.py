@@ -28,7 +28,6 @@ from typing import Any, NamedTuple
 
 import torch
 from committed import ROOT, result
-from studies import folder_name, machines
 from torch import Tensor
 
 from perfed import Execution, Experiment
@@ -36,7 +35,7 @@ from perfed.algorithms.perfed_kin import PerFedKin, Witnesses
 from perfed.core.algorithm import algorithms
 from perfed.core.schema import from_mapping, option
 from perfed.runs.result import headline_kind
-from perfed.runs.study import Record, Shard, Study
+from perfed.runs.study import Record, Shard, Study, folder_name, machines
 
 RESULTS = ROOT / "benchmarks" / "results"
 TUNING_SEEDS = (1000, 1001)

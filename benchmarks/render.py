@@ -21,6 +21,7 @@ from paper_blocks import FIGURES
 from peers_blocks import BLOCKS as PEERS_BLOCKS
 from screening_blocks import BLOCKS as SCREENING_BLOCKS
 from security_blocks import BLOCKS as SECURITY_BLOCKS
+from study_blocks import BLOCKS as STUDY_BLOCKS
 from successor_blocks import BLOCKS as SUCCESSOR_BLOCKS
 
 from perfed.bench import render as render_bench
@@ -428,6 +429,7 @@ BLOCKS = {
     **SCREENING_BLOCKS,
     **SECURITY_BLOCKS,
     **PEERS_BLOCKS,
+    **STUDY_BLOCKS,
     "bench-h200": lambda: engines("bench_h200"),
     "bench-cpu": lambda: engines("bench_cpu"),
     "profile": profile,

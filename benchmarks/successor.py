@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from committed import ROOT, result
-from studies import folder_name, machines
 
 from perfed import Execution, Experiment
 from perfed.algorithms.local import Local
@@ -39,7 +38,7 @@ from perfed.core.algorithm import Client, Predictor, algorithms, supervised
 from perfed.core.message import Message
 from perfed.core.schema import from_mapping
 from perfed.runs.result import headline_kind
-from perfed.runs.study import Record, Study, client_gains
+from perfed.runs.study import Record, Study, client_gains, folder_name, machines
 
 RESULTS = ROOT / "benchmarks" / "results"
 TUNING_SEEDS = (1000, 1001)

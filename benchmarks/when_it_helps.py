@@ -20,12 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from studies import folder_name
-
 from perfed import Experiment
 from perfed.config import apply_override
 from perfed.core.schema import from_mapping
-from perfed.runs.study import Record, Study, client_gains
+from perfed.runs.study import Record, Study, client_gains, folder_name
 
 ROOT = Path(__file__).parents[1]
 SEEDS = (0, 1, 2)

@@ -22,6 +22,7 @@ import yaml
 
 from perfed.config import Experiment, parse
 from perfed.flower.settings import SiteOptions
+from perfed.runs.design import design
 from tests import warm
 
 MARK = r"<!-- not run(?: \(([^)]+)\))?: (.+?) -->\n"
@@ -74,8 +75,10 @@ def play(page: Path, folder: Path) -> None:
 
 
 def check_configuration(values: dict[str, Any]) -> None:
-    """An experiment or a comparison; or else a site's, whose files are not here."""
-    if values.keys() <= {field.name for field in fields(Experiment)} | {"algorithms", "seeds"}:
+    """An experiment, a comparison or a study; or else a site's, whose files are not here."""
+    if "methods" in values:
+        design(values)
+    elif values.keys() <= {field.name for field in fields(Experiment)} | {"algorithms", "seeds"}:
         parse(values)
     else:
         assert values.keys() <= {field.name for field in fields(SiteOptions)}

@@ -22,6 +22,7 @@ from perfed.data import Dataset, Federation, Partition, Shift, Split, build_fede
 from perfed.models import Models
 
 DEFAULT_PRESET = "digits-groups"
+PRESETS, STUDIES = "presets", "presets/studies"  # folders of the package
 MOST_CHARACTERS = 1_000_000  # of a configuration: PyYAML reads them in a second
 MOST_VALUES = 100_000  # keys and values of a configuration, in three seconds
 DEEPEST = 50
@@ -253,6 +254,8 @@ def parse(values: Mapping[str, Any]) -> Experiment | Comparison:
     """Build an experiment, or a comparison if there are ``algorithms`` or ``seeds``."""
     if not isinstance(values, Mapping):
         raise ConfigError("a configuration is keys and values")
+    if "methods" in values:
+        raise ConfigError("a file with 'methods' is a study: 'perfed study' runs it", "methods")
     if "algorithms" not in values and "seeds" not in values:
         return from_mapping(Experiment, values)
     for many, one in (("algorithms", "algorithm"), ("seeds", "seed")):
@@ -271,25 +274,27 @@ def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Exper
     return parse(overridden(path, overrides))
 
 
-def overridden(path: str | Path | None, overrides: Iterable[str]) -> dict[str, Any]:
+def overridden(
+    path: str | Path | None, overrides: Iterable[str], folder: str = PRESETS
+) -> dict[str, Any]:
     """The keys and values of a file or preset after ``key=value``, not yet checked."""
-    values = read_mapping(path)
+    values = read_mapping(path, folder)
     for text in overrides:
         apply_override(values, text)
     return values
 
 
-def read_mapping(path: str | Path | None) -> dict[str, Any]:
+def read_mapping(path: str | Path | None, folder: str = PRESETS) -> dict[str, Any]:
     """The keys and values of a YAML file or a preset, not yet checked."""
     name = DEFAULT_PRESET if path is None else str(path)
-    if name in preset_names():
-        text = preset_text(name)
+    if name in preset_names(folder):
+        text = preset_text(name, folder)
     else:
         try:
             with open(name, encoding="utf-8") as file:
                 text = file.read(MOST_CHARACTERS + 1)  # one too many is refused
         except FileNotFoundError:
-            hint = did_you_mean(name, preset_names())
+            hint = did_you_mean(name, preset_names(folder))
             raise ConfigError(f"no file and no preset is called '{name}'{hint}") from None
         except (OSError, ValueError) as error:
             raise ConfigError(f"cannot read {name}: {error}") from None
@@ -299,13 +304,14 @@ def read_mapping(path: str | Path | None) -> dict[str, Any]:
     return values
 
 
-def preset_names() -> list[str]:
-    folder = resources.files("perfed") / "presets"
-    return sorted(file.name[:-5] for file in folder.iterdir() if file.name.endswith(".yaml"))
+def preset_names(folder: str = PRESETS) -> list[str]:
+    """Of experiments and comparisons; in the folder ``STUDIES``, of studies."""
+    files = (resources.files("perfed") / folder).iterdir()
+    return sorted(file.name[:-5] for file in files if file.name.endswith(".yaml"))
 
 
-def preset_text(name: str) -> str:
-    return (resources.files("perfed") / "presets" / f"{name}.yaml").read_text("utf-8")
+def preset_text(name: str, folder: str = PRESETS) -> str:
+    return (resources.files("perfed") / folder / f"{name}.yaml").read_text("utf-8")
 
 
 def apply_override(values: dict[str, Any], text: str) -> None:
@@ -313,6 +319,12 @@ def apply_override(values: dict[str, Any], text: str) -> None:
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise ConfigError(f"'{text}' is not of the form key=value", "--set")
+    where = f"--set {key}"
+    set_key(values, key, load_yaml(value, where), where)
+
+
+def set_key(values: dict[str, Any], key: str, value: Any, where: str) -> None:
+    """Set one dotted key, inside short forms and defaults too; ``where`` is for an error."""
     *path, last = key.split(".")
     for one, many in (("algorithm", "algorithms"), ("seed", "seeds")):
         if key == one:  # one in the place of several
@@ -320,7 +332,7 @@ def apply_override(values: dict[str, Any], text: str) -> None:
     if path and path[0] == "algorithm" and "algorithms" in values:
         raise ConfigError(
             "there are several algorithms: choose one first, as --set algorithm=perfed-ckt",
-            f"--set {key}",
+            where,
         )
     if path:
         _open(values, path[0])
@@ -330,10 +342,10 @@ def apply_override(values: dict[str, Any], text: str) -> None:
         if isinstance(inner, str):  # the short form 'algorithm: local'
             inner = {"name": inner}
         if not isinstance(inner, dict):
-            raise ConfigError(f"'{level}' has no keys inside", f"--set {key}")
+            raise ConfigError(f"'{level}' has no keys inside", where)
         node[level] = inner
         node = inner
-    node[last] = load_yaml(value, f"--set {key}")
+    node[last] = value
 
 
 def _open(values: dict[str, Any], section: str) -> None:

@@ -187,6 +187,7 @@ def test_list_names_everything_with_a_meaning(
             "stages",  # where another test has registered one
             "metrics",
             "presets",
+            "studies",
         )
     assert perfed(monkeypatch, "list", "nonsense") == 2
     assert perfed(monkeypatch, "--version") == 0

@@ -12,7 +12,17 @@ import typer
 
 import perfed
 from perfed import bench as timing
-from perfed.cli import catalogue, configuration, data, doctor, federation, paper, report, runs
+from perfed.cli import (
+    catalogue,
+    configuration,
+    data,
+    doctor,
+    federation,
+    paper,
+    report,
+    runs,
+    study,
+)
 from perfed.cli.options import DeviceOption, JsonOption, print_json
 from perfed.core.errors import PerfedError
 
@@ -32,6 +42,7 @@ def _add(command: Callable[..., None], name: str | None = None) -> None:
 
 _add(runs.run)
 _add(runs.compare)
+_add(study.study)
 _add(report.report)
 _add(report.export)
 _add(catalogue.list_, "list")

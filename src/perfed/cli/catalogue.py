@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 import perfed
-from perfed.config import preset_names, read_mapping
+from perfed.config import PRESETS, STUDIES, preset_names, read_mapping
 from perfed.core.algorithm import Algorithm, Sends, needs
 from perfed.core.errors import ConfigError
 from perfed.core.metrics import metrics
@@ -25,7 +25,7 @@ def list_(
         str | None,
         typer.Argument(
             help="algorithms, models, datasets, partitions, shifts, optimizers, schedules, stages, "
-            "metrics or presets"
+            "metrics, presets or studies"
         ),
     ] = None,
     with_: Annotated[
@@ -48,7 +48,7 @@ def list_(
         "schedules": perfed.schedules,
         "stages": perfed.stages,
     }
-    known = [*registries, "metrics", "presets"]
+    known = [*registries, "metrics", "presets", "studies"]
     if kind is not None and kind not in known:
         raise ConfigError(f"'{kind}' is none of {', '.join(known)}", "list")
     shown = {title: {name: all_[name] for name in all_} for title, all_ in registries.items()}
@@ -57,8 +57,8 @@ def list_(
         shown[title] = {n: c for n, c in shown[title].items() if c is not cls} | {name: cls}
     console = Console()
     for title in [kind] if kind else known:
-        if title == "presets":
-            _print_presets(console)
+        if title in ("presets", "studies"):
+            _print_files(console, title, PRESETS if title == "presets" else STUDIES)
         elif title == "metrics":
             _print_metrics(console)
         elif shown[title] or kind:
@@ -141,12 +141,11 @@ def _print_metrics(console: Console) -> None:
     console.print()
 
 
-def _print_presets(console: Console) -> None:
-    table = Table(
-        title="presets", title_justify="left", title_style="bold", box=None, pad_edge=False
-    )
+def _print_files(console: Console, title: str, folder: str) -> None:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     table.add_column("name", style="bold")
     table.add_column("what it is")
-    for name in preset_names():
-        table.add_row(name, str(read_mapping(name).get("about", "")))
+    for name in preset_names(folder):
+        table.add_row(name, str(read_mapping(name, folder).get("about", "")))
     console.print(table)
+    console.print()

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import rich.table
+import typer
 from rich.console import Console, JustifyMethod
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from perfed.cli.options import exit_code, tell
 from perfed.config import Experiment
+from perfed.core.errors import RunError, shown
 from perfed.core.layout import Table
 from perfed.runs import Callback, RoundReport
 from perfed.runs.comparison import FILE as COMPARISON_FILE
@@ -29,10 +33,13 @@ class Display(Callback):
     """On stderr: a live bar per run in a terminal, elsewhere a plain line for every tenth of the
     rounds; before them where the runs are, and from where a resumed one goes on."""
 
-    def __init__(self, folder: Path | None = None, resuming: bool = False) -> None:
+    def __init__(
+        self, folder: Path | None = None, resuming: bool = False, names: bool = False
+    ) -> None:
         self.folder = folder
         """Of all runs; of a new one, known once it is begun."""
         self._resuming = resuming
+        self._names = names  # of experiments, where runs are of several
         self._console = console = Console(stderr=True)
         self._bars: Progress | None = None
         if console.is_terminal:
@@ -57,7 +64,7 @@ class Display(Callback):
             self._bars.stop()
 
     def on_start(self, experiment: Experiment, directory: Path, first_round: int) -> None:
-        name = _run_title(experiment)
+        name = self._run_title(experiment)
         first_run = not self._began
         if first_run:
             self.folder = self.folder or _whole(directory)
@@ -74,7 +81,7 @@ class Display(Callback):
             )
 
     def on_round(self, report: RoundReport) -> None:
-        name = _run_title(report.experiment)
+        name = self._run_title(report.experiment)
         done, total = report.round + 1, report.experiment.rounds
         accuracy = "" if report.accuracy is None else f"accuracy {100 * report.accuracy:.1f} %  "
         facts = accuracy + quantity(report.traffic.bytes, "B").rjust(7)
@@ -101,8 +108,27 @@ class Display(Callback):
             for line in networks_table(partition):
                 self._tell(line)
 
+    def _run_title(self, experiment: Experiment) -> str:
+        title = f"{experiment.algorithm.label()}, seed {experiment.seed}"
+        return f"{experiment.name}: {title}" if self._names else title
+
     def _tell(self, line: str) -> None:
         self._console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+
+@contextmanager
+def conducting(folder: Path, names: bool = False) -> Iterator[Display]:
+    """Around the runs of a study: what is shown meanwhile, and what is said when it is stopped."""
+    with Display(folder, names=names) as display:
+        try:
+            yield display
+        except SystemExit as error:  # it would look like a study that has ended well
+            raise RunError(
+                f"code of your own ended Python (sys.exit({shown(error.code)}))"
+            ) from None
+        except KeyboardInterrupt as stop:
+            tell("\ninterrupted; the same command goes on")
+            raise typer.Exit(exit_code(stop)) from None
 
 
 def _whole(directory: Path) -> Path:
@@ -134,10 +160,6 @@ def ranges(numbers: Sequence[int], longest: int = 60) -> str:
             pieces.append([number])
     text = ", ".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in pieces)
     return text if len(text) <= longest else text[:longest].rpartition(",")[0] + ", …"
-
-
-def _run_title(experiment: Experiment) -> str:
-    return f"{experiment.algorithm.label()}, seed {experiment.seed}"
 
 
 def print_tables(tables: Sequence[Table]) -> None:

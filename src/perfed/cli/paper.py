@@ -10,7 +10,7 @@ import typer
 
 import perfed
 from perfed.cli import completion
-from perfed.cli.display import Display
+from perfed.cli.display import conducting
 from perfed.cli.options import (
     CheckpointOption,
     DeviceOption,
@@ -24,17 +24,15 @@ from perfed.cli.options import (
     SideBySideOption,
     WorkersOption,
     execution,
-    exit_code,
     named_path,
     parse_algorithm,
     parse_numbers,
     parse_seeds,
     print_json,
-    tell,
 )
 from perfed.config import load_yaml, overridden
 from perfed.core import layout
-from perfed.core.errors import ConfigError, RunError, shown
+from perfed.core.errors import ConfigError
 from perfed.core.layout import Table
 from perfed.engines import Execution
 from perfed.paper import communication
@@ -283,16 +281,8 @@ def _write_trials(search: tuning.Search, study: Study) -> tuple[dict[str, Any], 
 def _run_study(
     study: Study, how: Execution, shard: str, seconds: float, side_by_side: bool
 ) -> None:
-    with Display(study.folder) as display:
-        try:
-            study.run(how, [display], Shard.parse(shard), seconds, side_by_side)
-        except SystemExit as error:  # it would look like a study that has ended well
-            raise RunError(
-                f"code of your own ended Python (sys.exit({shown(error.code)}))"
-            ) from None
-        except KeyboardInterrupt as stop:
-            tell("\ninterrupted; the same command goes on")
-            raise typer.Exit(exit_code(stop)) from None
+    with conducting(study.folder) as display:
+        study.run(how, [display], Shard.parse(shard), seconds, side_by_side)
 
 
 def _parse_grid(texts: Sequence[str]) -> dict[str, list[Any]]:

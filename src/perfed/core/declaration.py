@@ -354,13 +354,24 @@ class Messages:
 
 def networks(declared: Entries | None) -> set[str]:
     """Of which networks the shapes must be known; the client's own is called ``""``."""
-    found = set()
+    return {entry.network for entry in _of_networks(declared)}
+
+
+def sends_own_weights(messages: Messages) -> bool:
+    """Whether clients send weights of their own network, or all but its head: clients with another
+    network can do nothing with them."""
+    return any(
+        not entry.network and getattr(entry, "part", "all") != "head"
+        for entry in _of_networks(messages.up)
+    )
+
+
+def _of_networks(declared: Entries | None) -> Iterator[Model | PerParameter]:
     for entry in (declared or {}).values():
         while isinstance(entry, Numbered | Maybe):
             entry = entry.entry
         if isinstance(entry, Model | PerParameter):
-            found.add(entry.network)
-    return found
+            yield entry
 
 
 def lines(messages: Messages) -> list[str]:

@@ -1,10 +1,13 @@
-"""A table as plain text, Markdown and LaTeX."""
+"""A table as plain text, Markdown, LaTeX and CSV."""
 
 from __future__ import annotations
 
+import csv
+import io
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 # What LaTeX takes for a command, and signs that its usual fonts lack.
 _LATEX = str.maketrans(
@@ -48,6 +51,8 @@ class Table:
     rows: Sequence[Sequence[str]]
     note: str = ""
     names: int = 1
+    bold: Collection[tuple[int, int]] = ()
+    """Cells that stand out, by row and column; plain text does without."""
 
     def text(self) -> str:
         lines = [list(self.header), *map(list, self.rows)]
@@ -63,9 +68,21 @@ class Table:
         width = max(80, max(map(len, body)))
         return _paragraphs(self.title, "\n".join(body), "\n".join(_wrapped(self.note, width)))
 
+    def _rows(
+        self, strong: Callable[[str], str], escaped: Callable[[str], str] = str
+    ) -> list[list[str]]:
+        """Cells as a language writes them."""
+        return [
+            [
+                strong(escaped(cell)) if (row, column) in self.bold else escaped(cell)
+                for column, cell in enumerate(cells)
+            ]
+            for row, cells in enumerate(self.rows)
+        ]
+
     def markdown(self) -> str:
         marks = ["---" if column < self.names else "---:" for column in range(len(self.header))]
-        lines = [self.header, marks, *self.rows]
+        lines = [self.header, marks, *self._rows("**{}**".format)]
         body = "\n".join(f"| {' | '.join(line)} |" for line in lines)
         title = f"**{self.title}**" if self.title else ""
         return _paragraphs(title, body, self.note)
@@ -73,7 +90,8 @@ class Table:
     def latex(self) -> str:
         """A ``tabular`` with the rules of booktabs, in a ``table`` with its title as caption."""
         columns = "l" * self.names + "r" * (len(self.header) - self.names)
-        lines = [" & ".join(map(_latex, line)) + r" \\" for line in (self.header, *self.rows)]
+        rows = self._rows(r"\textbf{{{}}}".format, _latex)
+        lines = [" & ".join(line) + r" \\" for line in (map(_latex, self.header), *rows)]
         lines.insert(1, r"\midrule")
         caption = " ".join(f"{self.title}. {self.note}".split()).strip(" .") + "."
         return "\n".join(
@@ -111,3 +129,12 @@ def markdown(tables: Iterable[Table]) -> str:
 def latex(tables: Iterable[Table]) -> str:
     """Paragraphs for a document that uses booktabs."""
     return "% needs \\usepackage{booktabs}\n" + "\n\n".join(table.latex() for table in tables)
+
+
+def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Plain values for programs, with the keys of the first row as header; nothing is empty."""
+    file = io.StringIO()
+    writer = csv.DictWriter(file, list(rows[0]) if rows else [], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return file.getvalue()

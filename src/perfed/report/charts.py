@@ -92,7 +92,7 @@ def accuracy_by_round(curves: Sequence[Series]) -> Chart | None:
             ],
         )
     axes.set(xlabel="communication round", ylabel="mean test accuracy (%)")
-    _whole_rounds(axes)
+    whole_rounds(axes)
     theme.legend(figure, axes, columns)
     ranked = sorted(curves, key=Series.last, reverse=True)
     how = f"{'ends' if _over(curves) else 'is'} {'highest, ' if len(curves) > 1 else ''}at"
@@ -148,7 +148,7 @@ def accuracy_by_communication(curves: Sequence[Series]) -> Chart | None:
             ],
         )
     axes.set(xlabel="parameters sent, both ways (log scale)", ylabel="mean test accuracy (%)")
-    _plain_log(axes)
+    plain_log(axes)
     theme.legend(figure, axes, columns)
     goal = min(max(map(curve.mean, curve.rounds)) for curve in talking)
     paid = {
@@ -186,7 +186,7 @@ def clients_by_round(curves: Sequence[Series]) -> Chart | None:
         middle = np.array([100 * curve.mean(round) for round in rounds])
         _curve(axes, rounds + 1, middle, curve)
         axes.set_title(_short(curve.label))
-        _whole_rounds(axes)
+        whole_rounds(axes)
         texts = []
         for round in rounds:
             low, first, third, high = _quantiles(curve, round)
@@ -288,7 +288,7 @@ def gains(curves: Sequence[Series]) -> Chart | None:
         thirds = _by_size(sizes, gained)
         for low, high, mean in thirds:
             axes.plot([low, high], [mean, mean], color=theme.INK, lw=2, solid_capstyle="butt")
-        _plain_log(axes)
+        plain_log(axes)
         axes.set_title(_short(curve.label))
         bottom, top = axes.get_ylim()
         axes.set_ylim(min(bottom, -1), max(top, 1))  # where nobody gains, no tiny numbers
@@ -333,7 +333,7 @@ def cluster_membership(run: Run, number: int) -> Chart | None:
         axes.tick_params(axis="y", length=0)
     else:
         axes.set_yticks([])
-    _whole_rounds(axes)
+    whole_rounds(axes)
     for cluster in range(found.count):
         axes.plot([], [], "s", color=_cluster_colour(cluster), label=letter(cluster))
     theme.legend(figure, axes, min(found.count, 6))
@@ -384,7 +384,7 @@ def centroid_similarity(run: Run, number: int) -> Chart | None:
     over.plot(x, middle, color=theme.COLOURS[4])
     over.set(xlabel="communication round", ylim=(0, 1))
     over.set_title("overlap of pairs")
-    _whole_rounds(over)
+    whole_rounds(over)
     _tips_on_curve(
         chart,
         over,
@@ -586,7 +586,7 @@ def _tips_on_curve(chart: Chart, axes: Axes, x: Any, y: Any, texts: Sequence[str
     )
 
 
-def _whole_rounds(axes: Axes) -> None:
+def whole_rounds(axes: Axes) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
@@ -653,14 +653,14 @@ def _without_y(axes: Axes) -> None:
     axes.spines["left"].set_visible(False)
 
 
-def _plain_log(axes: Axes) -> None:
+def plain_log(axes: Axes, unit: str = "") -> None:
     """A log axis of plain numbers: 20, 50, 100 k, 1 M; where it is short, more of them."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axes.set(xscale="log")
     low, high = axes.get_xlim()
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 50 * low else (1,)))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: quantity(value)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: quantity(value, unit)))
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.grid(which="minor", axis="x", alpha=0.35)
 

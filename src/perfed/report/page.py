@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
-from importlib import resources
 from pathlib import Path
 
 from perfed.config import Experiment, dump_yaml
+from perfed.core.layout import Table
 from perfed.core.tensorfile import write_atomically
 from perfed.report import gather, theme
 from perfed.report.charts import Chart, charts, listed
+from perfed.report.document import details, document, figures_html, line_mark, table_card
 from perfed.report.gather import Run, Series
-from perfed.report.svg import inline_svg
 from perfed.runs.directory import FEDERATION
-from perfed.runs.tables import HEADER, Row, against_local, cells, footnote, quantity, rows
+from perfed.runs.tables import HEADER, against_local, cells, footnote, quantity, rows
 
-GROUND = ("#f6f6f4", "#141518")
 RELOAD_SECONDS = 4
 FIGURES = ("png", "pdf")
 
@@ -45,15 +43,19 @@ class Report:
 
     def write_figures(self, folder: Path, kind: str) -> list[Path]:
         """Each chart as a PNG or PDF file."""
-        import matplotlib as mpl
+        return write_figures(self.charts, folder, kind)
 
-        folder.mkdir(parents=True, exist_ok=True)
-        files = []
-        for chart in self.charts:
-            files.append(folder / f"{chart.name}.{kind}")
-            with mpl.rc_context(theme.RC):
-                chart.figure.savefig(files[-1], dpi=200)
-        return files
+
+def write_figures(charts: Iterable[Chart], folder: Path, kind: str) -> list[Path]:
+    import matplotlib as mpl
+
+    folder.mkdir(parents=True, exist_ok=True)
+    files = []
+    for chart in charts:
+        files.append(folder / f"{chart.name}.{kind}")
+        with mpl.rc_context(theme.RC):
+            chart.figure.savefig(files[-1], dpi=200)
+    return files
 
 
 def draw(paths: Sequence[Path]) -> Report:
@@ -82,27 +84,9 @@ def watch(paths: Sequence[Path], out: Path) -> Report:
 
 
 def html(report: Report, reload: bool = False) -> str:
-    import matplotlib as mpl
-
-    title = _title(report)
-    with mpl.rc_context(theme.RC):
-        figures = [_figure(chart) for chart in report.charts]
+    figures = figures_html(report.charts)
     lead, rest = figures[:2], figures[2:]
-    reloading = f'<meta http-equiv="refresh" content="{RELOAD_SECONDS}">' if reload else ""
-    script = (resources.files("perfed.report") / "page.js").read_text("utf-8")
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-{reloading}
-<link rel="icon" href="data:,">
-<title>{escape(title)}</title>
-<style>{_styles()}</style>
-</head>
-<body>
-<main>
-<h1>{escape(title)}</h1>
+    body = f"""
 {_about(report)}
 {_state(report)}
 {_tiles(report)}
@@ -115,24 +99,8 @@ def html(report: Report, reload: bool = False) -> str:
 {"".join(rest)}
 </div>
 {_configuration(report)}
-</main>
-<div id="tip" role="tooltip"></div>
-<script>{script}</script>
-</body>
-</html>
 """
-
-
-def _styles() -> str:
-    variables = {"--ground": GROUND, **theme.VARIABLES}
-    light, dark = (
-        "".join(f"{name}:{pair[ground]};" for name, pair in variables.items()) for ground in (0, 1)
-    )
-    sheet = (resources.files("perfed.report") / "page.css").read_text("utf-8")
-    return (
-        f":root{{{light}}}\n@media screen and (prefers-color-scheme: dark){{:root{{{dark}}}}}\n"
-        f"{sheet}"
-    )
+    return document(_title(report), body, RELOAD_SECONDS if reload else 0)
 
 
 def _title(report: Report) -> str:
@@ -297,24 +265,20 @@ def _summary(report: Report) -> str:
         return '<p class="note">No round has been evaluated yet.</p>'
     table = rows([run.summary() for run in begun])
     numbers = {(curve.runs[0].label, curve.kind): curve.number for curve in report.curves}
-    body = [_row(row, numbers[row.algorithm, row.kind]) for row in table]
+    marks = [line_mark(numbers[row.algorithm, row.kind]) for row in table]
     early = [f"{run.title} (round {max(run.evaluated) + 1})" for run in begun if not run.over]
     note = footnote(table)
     if early:
         note += f" Not finished, so after the last evaluation: {'; '.join(early)}."
-    head = _cells("th", [escape(name) for name in HEADER], 2)
-    return _card("summary", "Summary", head, body, note)
+    summary = Table("Summary", HEADER, [cells(row) for row in table], note, names=2)
+    return table_card("summary", summary, marks)
 
 
 def _against_local(report: Report) -> str:
     """The table that ``perfed compare`` prints, of the finished runs."""
     finished = [run for run in report.runs if run.directory.finished]
     table = against_local([run.result for run in finished]) if _comparable(finished) else None
-    if table is None:
-        return ""
-    body = [_cells("td", map(escape, row), table.names) for row in table.rows]
-    head = _cells("th", map(escape, table.header), table.names)
-    return _card("against-local", table.title, head, body, table.note)
+    return "" if table is None else table_card("against-local", table)
 
 
 def _comparable(runs: Sequence[Run]) -> bool:
@@ -324,54 +288,16 @@ def _comparable(runs: Sequence[Run]) -> bool:
     )
 
 
-def _card(name: str, title: str, head: str, body: Sequence[str], note: str) -> str:
-    lines = "\n".join(body)
-    return (
-        f'<section class="card"><h2>{escape(title)}</h2><div class="scroll"><table id="{name}">'
-        f"<thead>{head}</thead>\n<tbody>{lines}</tbody></table></div>"
-        f'<p class="note">{escape(note)}</p></section>'
-    )
-
-
-def _row(row: Row, number: int) -> str:
-    dashed = "" if theme.style(number) == theme.STYLES[0] else " dashed"
-    colour = f"var(--colour-{number % len(theme.COLOURS)})"
-    texts = [escape(cell) for cell in cells(row)]
-    texts[0] = f'<i class="swatch{dashed}" style="--own:{colour}"></i>{texts[0]}'
-    return _cells("td", texts, 2)
-
-
-def _cells(tag: str, texts: Iterable[str], names: int) -> str:
-    """A line of a table; the first ``names`` columns are words, the others numbers."""
-    line = (
-        f'<{tag} class="word">{text}</{tag}>' if place < names else f"<{tag}>{text}</{tag}>"
-        for place, text in enumerate(texts)
-    )
-    return f"<tr>{''.join(line)}</tr>"
-
-
-def _figure(chart: Chart) -> str:
-    return (
-        f'<figure id="{chart.name}"><h2>{escape(chart.title)}</h2>\n{inline_svg(chart)}\n'
-        f"<figcaption>{escape(_unbroken(chart.caption))}</figcaption></figure>"
-    )
-
-
-def _unbroken(text: str) -> str:
-    """A number and its unit stay on one line."""
-    return re.sub(r"(?<=\d) (?=[%kMG])", "\N{NO-BREAK SPACE}", text)
-
-
 def _configuration(report: Report) -> str:
     """Where the numbers come from: settings, machine, folders."""
     algorithms = {run.label: run.result.experiment.to_mapping()["algorithm"] for run in report.runs}
-    sections = [_details("Algorithms", dump_yaml(algorithms), [], 0)]
-    for text, titles in _grouped(report.runs, _settings).items():
-        sections.append(_details("Configuration", text, titles, len(report.runs)))
-    for text, titles in _grouped(report.runs, _machine).items():
-        sections.append(_details("Machine and versions", text, titles, len(report.runs)))
+    sections = [details("Algorithms", dump_yaml(algorithms))]
+    for title, say in (("Configuration", _settings), ("Machine and versions", _machine)):
+        for text, titles in _grouped(report.runs, say).items():
+            which = f" of {'; '.join(titles)}" if len(titles) < len(report.runs) else ""
+            sections.append(details(title + which, text))
     folders = "\n".join(f"{run.title}: {run.path}" for run in report.runs)
-    sections.append(_details("Run directories", folders, [], 0))
+    sections.append(details("Run directories", folders))
     return f'<section class="card" id="configuration">{"".join(sections)}</section>'
 
 
@@ -395,11 +321,3 @@ def _machine(run: Run) -> str:
         return ""
     facts = run.directory.read_json("environment.json")
     return dump_yaml({key: value for key, value in facts.items() if key != "started"})
-
-
-def _details(title: str, text: str, titles: Sequence[str], total: int) -> str:
-    which = f" of {'; '.join(titles)}" if titles and len(titles) < total else ""
-    return (
-        f"<details><summary>{escape(title + which)}</summary>"
-        f"<pre><code>{escape(text)}</code></pre></details>"
-    )

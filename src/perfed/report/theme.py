@@ -22,6 +22,14 @@ _PALETTE = (
 )
 COLOURS = tuple(light for light, _ in _PALETTE)
 STYLES: tuple[Any, ...] = ("-", "--", ":")
+SHAPES = {
+    "o": "M5 0A5 5 0 1 1 5 10A5 5 0 1 1 5 0Z",
+    "s": "M.5 .5H9.5V9.5H.5Z",
+    "^": "M5 .3L10 9.3H0Z",
+    "D": "M5 0L10 5L5 10L0 5Z",
+    "P": "M3.3 0H6.7V3.3H10V6.7H6.7V10H3.3V6.7H0V3.3H3.3Z",
+}
+"""matplotlib's markers, and the same as SVG paths in a square of ten units."""
 INK, MUTED, GRID, PAPER = "#222222", "#6a6a6a", "#dddddd", "#fefefe"
 
 VARIABLES = {
@@ -72,6 +80,11 @@ def colour(number: int) -> str:
 
 def style(number: int) -> Any:
     return STYLES[number // len(COLOURS) % len(STYLES)]
+
+
+def marker(number: int) -> str:
+    """As a line has a style: the same colour comes again with another shape."""
+    return [*SHAPES][number // len(COLOURS) % len(SHAPES)]
 
 
 def canvas(

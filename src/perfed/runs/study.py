@@ -48,6 +48,11 @@ class Shard:
         return cls(int(number), int(of))
 
 
+def folder_name(text: str) -> str:
+    """A run's name as a folder's on any system."""
+    return "".join(c if c.isalnum() or c in "-=." else "_" for c in text)
+
+
 class Study:
     """Experiments by name, in the order in which they are wanted."""
 
@@ -90,6 +95,12 @@ class Study:
                 raise RunError(f"{path} was made with other settings: choose another folder")
             found[name] = record
         return found
+
+    def leave_out(self, reason: str) -> None:
+        """Of all that has no record yet, record why it is not run."""
+        for name in self.missing():
+            config = self.experiments[name].to_mapping()
+            self._write_record(name, {"config": config, "environment": {}, "left_out": reason})
 
     def missing(self) -> list[str]:
         return [name for name in self.experiments if not self._record_path(name).is_file()]
@@ -153,6 +164,15 @@ def record_of(folder: Path) -> Record:
         "clients": _clients(directory),
         "seconds": round(sum(sum(_phases(line)) for line in timing), 2),
     }
+
+
+def machines(records: Mapping[str, Record]) -> list[dict[str, Any]]:
+    """Each kind of machine once, as it was when it was used last; the newest first."""
+    found: dict[str, dict[str, Any]] = {}
+    for environment in filter(None, (record["environment"] for record in records.values())):
+        kind = json.dumps([environment[key] for key in ("device", "python", "packages")])
+        found[kind] = max(environment, found.get(kind, environment), key=lambda e: e["started"])
+    return sorted(found.values(), key=lambda environment: environment["started"], reverse=True)
 
 
 def _phases(line: Mapping[str, Any]) -> Iterator[float]:

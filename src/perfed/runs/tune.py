@@ -13,10 +13,11 @@ import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from perfed.config import Comparison, Experiment, apply_override, parse
+from perfed.config import Comparison, Experiment, parse, set_key
 from perfed.core.errors import ConfigError
 from perfed.core.layout import Table
 from perfed.core.streams import numpy_stream
@@ -39,6 +40,8 @@ class Search:
     grid: Mapping[str, Sequence[Any]]
     seeds: tuple[int, ...] = (SEED,)
     trials: int | None = None
+    as_given: bool = False
+    """Whether ``values`` as they are, without a choice, are the first trial."""
 
     def __post_init__(self) -> None:
         for key, values in self.grid.items():
@@ -47,15 +50,24 @@ class Search:
                     raise ConfigError(f"{value} is there twice; give it once", f"--grid {key}")
 
     def choices(self) -> list[Choice]:
+        return list(self._choices)
+
+    @cached_property
+    def _choices(self) -> list[Choice]:
         keys = list(self.grid)
         everything = [
             tuple(zip(keys, values, strict=True))
             for values in itertools.product(*self.grid.values())
         ]
-        if self.trials is None or self.trials >= len(everything):
-            return everything
-        drawn = numpy_stream(0, "tune").permutation(len(everything))[: self.trials]
-        return [everything[number] for number in sorted(drawn)]
+        first: list[Choice] = [()] if self.as_given else []
+        if first:
+            given = self.experiment((), self.seeds[0])
+            everything = [c for c in everything if self.experiment(c, self.seeds[0]) != given]
+        if self.trials is None or self.trials >= len(first) + len(everything):
+            return first + everything
+        left = self.trials - len(first)
+        drawn = numpy_stream(0, "tune").permutation(len(everything))[:left]
+        return first + [everything[number] for number in sorted(drawn)]
 
     def study(self, folder: str | Path) -> Study:
         return Study(
@@ -77,7 +89,7 @@ class Search:
         if "algorithms" in values:
             raise ConfigError("one algorithm is tuned at a time: name it with --algorithm")
         for key, value in choice:
-            apply_override(values, f"{key}={value}")
+            set_key(values, key, value, f"--grid {key}")
         experiment = parse(values | {"seed": seed})
         assert not isinstance(experiment, Comparison)
         return with_second_validation(experiment)
@@ -185,7 +197,8 @@ def tables(result: Mapping[str, Any]) -> list[Table]:
     for trial in result["trials"]:
         score = _mean(trial["validation_accuracy"])
         shown = "diverged" if trial["failed"] else f"{100 * score:.1f}"
-        rows.append([*(shown_value(trial["choice"][key]) for key in keys), shown])
+        choice = [shown_value(trial["choice"].get(key, "as given")) for key in keys]
+        rows.append([*choice, shown])
     note = f"Mean validation accuracy in %, after the last round, seeds {result['seeds']}. "
     if result["config"]["split"].get("second_validation"):
         note += "The algorithm saw half of the validation samples, these are of the other half. "

@@ -1,0 +1,98 @@
+"""``perfed study``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from perfed.cli import completion
+from perfed.cli.display import conducting, print_tables
+from perfed.cli.options import (
+    CheckpointOption,
+    DeviceOption,
+    EngineOption,
+    JsonOption,
+    PrecisionOption,
+    SecondsOption,
+    SetOption,
+    ShardOption,
+    SideBySideOption,
+    WorkersOption,
+    execution,
+    named_path,
+    print_json,
+)
+from perfed.config import STUDIES, overridden
+from perfed.core.errors import ConfigError
+from perfed.engines import Execution
+from perfed.report.page import FIGURES
+from perfed.report.study import NAME, StudyPage
+from perfed.runs.design import Conduct, design
+from perfed.runs.study import Shard
+from perfed.runs.study_tables import Outcome
+
+
+def study(
+    file: Annotated[
+        str,
+        typer.Argument(
+            help="A YAML file, or the name of a study of the package ('perfed list studies').",
+            autocompletion=completion.studies,
+        ),
+    ],
+    set_: SetOption = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", parser=named_path, metavar="PATH", help="The folder; default: runs/<name>."
+        ),
+    ] = None,
+    methods: Annotated[
+        str | None, typer.Option(metavar="NAME,…", help="Run only these methods.")
+    ] = None,
+    settings: Annotated[
+        str | None, typer.Option(metavar="NAME,…", help="Run only these settings.")
+    ] = None,
+    figures: Annotated[
+        list[str] | None,
+        typer.Option("--figures", metavar="png|pdf", help="Also write each figure as a file."),
+    ] = None,
+    as_json: JsonOption = False,
+    shard: ShardOption = "1/1",
+    seconds: SecondsOption = float("inf"),
+    side_by_side: SideBySideOption = False,
+    engine: EngineOption = "auto",
+    workers: WorkersOption = 0,
+    device: DeviceOption = "auto",
+    precision: PrecisionOption = "auto",
+    checkpoint_seconds: CheckpointOption = Execution.checkpoint_seconds,
+) -> None:
+    """Methods × settings × seeds: one page of tables and figures, with paired intervals.
+
+    The same command goes on where it was stopped, and shows what there is so far; --seconds 0 only
+    shows it. Shards may run on several machines: copy their records/ into one folder.
+    """
+    planned = design(overridden(file, set_ or (), STUDIES))
+    for kind in figures or ():
+        if kind not in FIGURES:
+            raise ConfigError(f"'{kind}' is none of {', '.join(FIGURES)}", "--figures")
+    how = execution(engine, workers, device, precision, None, checkpoint_seconds)
+    conduct = Conduct(planned, out or Path("runs", planned.name))
+    few = [text.split(",") if text else [] for text in (methods, settings)]
+    part = Shard.parse(shard)
+    with conducting(conduct.folder, names=True) as display:
+        conduct.run(how, [display], part, seconds, side_by_side, *few)
+    outcome = Outcome(planned, conduct.everything())
+    chosen = conduct.write_choices(outcome.found)
+    page = StudyPage(outcome)
+    files = page.write(conduct.folder)
+    for kind in figures or ():
+        files += page.write_figures(conduct.folder / "figures", kind)
+    if as_json:
+        print_json(outcome.values())
+        return
+    print_tables(list(page.tables.values()))
+    print(f"page: {conduct.folder / NAME}.html\ntrials: {chosen}")
+    print(f"files: {len(files)} in {conduct.folder} (Markdown, LaTeX, CSV)")

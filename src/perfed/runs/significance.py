@@ -1,0 +1,82 @@
+"""Whether a difference is more than chance: intervals and tests that studies report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from perfed.core.streams import numpy_stream
+
+DRAWS = 2000
+AT_ONCE = 2_000_000  # numbers drawn at once: a few tens of megabytes
+LEVEL = 0.95
+ALPHA = 1 - LEVEL
+
+
+def bootstrap_means(seeds: Sequence[Sequence[float]], draws: int = DRAWS) -> np.ndarray:
+    """``draws`` times, the mean over seeds of the mean over clients, of seeds drawn with
+    replacement and within each of them clients drawn with replacement.
+
+    Two levels, since a seed divides the data anew: its clients are alike, and are not the clients
+    of another seed.
+    """
+    random = numpy_stream(0, "bootstrap")
+    values = [np.asarray(clients, dtype=float) for clients in seeds]
+    drawn = random.integers(len(values), size=(draws, len(values)))
+    means = np.empty(drawn.shape)
+    for number, clients in enumerate(values):
+        rows, columns = np.nonzero(drawn == number)
+        step = max(1, AT_ONCE // len(clients))
+        for start in range(0, len(rows), step):
+            part = slice(start, start + step)
+            picked = random.integers(len(clients), size=(len(rows[part]), len(clients)))
+            means[rows[part], columns[part]] = clients[picked].mean(1)
+    result: np.ndarray = means.mean(1)
+    return result
+
+
+def bootstrap_interval(
+    seeds: Sequence[Sequence[float]], draws: int = DRAWS, level: float = LEVEL
+) -> tuple[float, float]:
+    """In which the mean over seeds and clients lies, by percentiles of :func:`bootstrap_means`."""
+    outside = 100 * (1 - level) / 2
+    low, high = np.percentile(bootstrap_means(seeds, draws), [outside, 100 - outside])
+    return float(low), float(high)
+
+
+def signed_rank(differences: Sequence[float] | np.ndarray) -> float:
+    """Wilcoxon's signed-rank test, two-sided: the probability of pairs that differ at least this
+    much in one direction, if there is no direction. Pairs that do not differ are left out."""
+    from scipy.stats import wilcoxon  # scikit-learn brings it
+
+    values = np.asarray(differences, dtype=float)
+    values = values[values != 0]
+    if not len(values):
+        return 1.0
+    return float(wilcoxon(values).pvalue)
+
+
+def holm(probabilities: Sequence[float]) -> list[float]:
+    """Probabilities of several tests, each made as large as it must be for all of them to err in
+    at most 5 % of the cases together (Holm 1979)."""
+    order = np.argsort(probabilities, kind="stable")
+    adjusted = [0.0] * len(probabilities)
+    largest = 0.0
+    for place, number in enumerate(order):
+        largest = max(largest, (len(order) - place) * float(probabilities[number]))
+        adjusted[number] = min(1.0, largest)
+    return adjusted
+
+
+def against_first(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Of each but the first, how probable its distance from the first is by chance, after Holm's
+    correction. Nothing where pairs are so few that no distance could be told from chance."""
+    if len(values) < 2:
+        return {}
+    (_, first), *others = values.items()
+    least = 2 / 2 ** len(first)  # all pairs differ in one direction
+    if len(others) * least > ALPHA:
+        return {}
+    tests = [signed_rank(np.subtract(first, other)) for _, other in others]
+    return dict(zip((name for name, _ in others), holm(tests), strict=True))
