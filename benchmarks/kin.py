@@ -409,7 +409,7 @@ def write(
 
 def main(action: str, family: str, *rest: str) -> None:
     options = dict(part.split("=", 1) for part in rest if "=" in part)  # device=cuda seconds=300
-    shard = next((Shard.parse(part) for part in rest if "/" in part), None)
+    shard = next((Shard.parse(part) for part in rest if "/" in part and "=" not in part), None)
     workers = int(options.pop("workers", 1))
     seconds = float(options.pop("seconds", "inf"))
     chosen_cells = [list(filter(None, options.pop(key, "").split("+"))) for key in NARROWED]
