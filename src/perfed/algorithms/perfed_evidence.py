@@ -69,10 +69,6 @@ from perfed.core.message import Message
 from perfed.core.schema import option
 from perfed.core.tree import Tree, Weights
 
-# Total concentrations of the Dirichlet laws a label mix may come from: from nearly one label,
-# however many classes there are, to nearly uniform, UNIFORM for each class.
-CONCENTRATIONS = tuple(float(f"{digit}e{power}") for power in range(-1, 9) for digit in (1, 3))
-UNIFORM = 10.0
 # The choices for β (a student may be too sure of what it was taught, or not sure enough) and w.
 SHARPNESS = (0.5, 1.0, 1.5)
 SHARES = (0.25, 0.5, 0.75, 1.0)
@@ -217,8 +213,7 @@ def label_mix(counts: Tensor) -> Tensor:
     """
     counts = counts.double()
     classes, total = len(counts), counts.sum()
-    totals = [total for total in CONCENTRATIONS if total <= UNIFORM * classes]
-    concentration = torch.tensor(totals, dtype=counts.dtype, device=counts.device)
+    concentration = counts.new_tensor(concentrations(classes))
     base = (concentration / classes)[:, None]
     likelihood = (
         torch.lgamma(concentration)
@@ -227,6 +222,13 @@ def label_mix(counts: Tensor) -> Tensor:
     )
     means = (base + counts) / (concentration + total)[:, None]
     return (likelihood.softmax(0)[:, None] * means).sum(0).to(torch.get_default_dtype())
+
+
+def concentrations(classes: int) -> list[float]:
+    """Total concentrations of the Dirichlet laws a label mix may come from: from nearly one label,
+    however many classes there are, to nearly uniform, ten for each class."""
+    steps = (digit * 10**power / 10 for power in range(10) for digit in (1, 3))
+    return [total for total in steps if total <= 10 * classes]
 
 
 def pooled_evidence(decisions: Tensor, samples: Tensor) -> Tensor:
