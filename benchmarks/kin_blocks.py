@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,8 +34,15 @@ ABLATED = {
     "kin": "PerFed-Kin",
     "oracle": "true groups given",
     "evidence": "one table (PerFed-Evidence)",
-    "trusting": "without asking who belongs",
+    "trusting": "without asking who is a stranger",
     "forgetful": "without the server's memory",
+}
+GIVEN = {
+    "c=3": "PerFed-CKT c=3",
+    "c=3, memory": "with the server's memory",
+    "c=3, gate": "with the gate",
+    "c=3, kin": "with kin for c-means",
+    "kin": "PerFed-Kin",
 }
 MINORITY = ("kin", "oracle", *(name for name in OTHERS if name != "fedavg"))
 DRAWS = 2000
@@ -125,15 +132,15 @@ def minority(family: str) -> str:
     return layout.markdown([Table("", ("", *settings), lines)])
 
 
-def ablation(family: str) -> str:
-    """PerFed-Kin without one of its parts."""
+def side_by_side(family: str, titles: Mapping[str, str]) -> str:
+    """Some methods in all settings."""
     record, rows = _found(family)
     settings = [setting for setting in record["settings"] if (setting, "kin") in rows]
-    names = [name for name in ABLATED if any(method == name for _, method in rows)]
+    names = [name for name in titles if any(method == name for _, method in rows)]
     lines = [
         (setting, *(cell(rows.get((setting, name))) for name in names)) for setting in settings
     ]
-    return layout.markdown([Table("", ("", *(ABLATED[name] for name in names)), lines)])
+    return layout.markdown([Table("", ("", *(titles[name] for name in names)), lines)])
 
 
 def repaired() -> str:
@@ -180,7 +187,8 @@ def _note(family: str, record: dict[str, Any]) -> str:
 BLOCKS = {
     "kin-digits": lambda: comparison("digits"),
     "kin-minority": lambda: minority("digits"),
-    "kin-ablation": lambda: ablation("digits"),
+    "kin-ablation": lambda: side_by_side("digits", ABLATED),
+    "kin-ckt": lambda: side_by_side("digits", GIVEN),
     "kin-repaired": repaired,
     "kin-digits-three": lambda: comparison("digits-three"),
     "kin-cifar": lambda: comparison("cifar"),

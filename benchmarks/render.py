@@ -36,6 +36,7 @@ DOCUMENTS = (
     "docs/choosing.md",
     "docs/options.md",
     "docs/successor.md",
+    "docs/one-table.md",
     "docs/security.md",
 )
 

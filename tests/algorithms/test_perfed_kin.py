@@ -178,6 +178,34 @@ def test_of_a_client_that_says_nothing_only_the_size_of_its_group_is_known() -> 
     assert float(kin[5]) == pytest.approx(5 / 6, abs=0.05)
 
 
+def test_where_nobody_agrees_a_fit_says_nothing() -> None:
+    """Of two who say the opposite of each other neither is the stranger."""
+    said = 2 * np.random.default_rng(0).normal(size=(PUBLIC, CLASSES))
+    opposite = heard(softmax(np.array([said, -said])), np.full(2, 20.0))
+    kind = torch.zeros(2, dtype=torch.long)
+    assert (opposite.fit(kind == 0) < -0.5).all()
+    assert torch.allclose(kinship(opposite, kind), torch.tensor(0.5).double())
+
+
+@pytest.mark.parametrize(
+    "decisions",
+    [
+        np.full((4, 3, CLASSES), 1 / CLASSES),
+        np.eye(CLASSES)[np.zeros((4, 3), dtype=int)],
+        np.eye(CLASSES)[np.arange(12).reshape(4, 3) % CLASSES],
+        np.full((1, 1, CLASSES), 1 / CLASSES),
+    ],
+    ids=["uniform", "one class", "sure of all", "one client"],
+)
+def test_whatever_is_said_what_is_sent_is_finite(decisions: np.ndarray) -> None:
+    for samples in (1.0, 1e9):
+        said = heard(decisions, np.full(len(decisions), samples))
+        kind = found_kinds(said, 2.0)
+        expected = prior(torch.full((len(said), 3, 4), -4.6), kind, kinship(said, kind))
+        assert expected.isfinite().all()
+        assert said.table(kind == 0).isfinite().all()
+
+
 def test_what_helps_others_speaks_for_kin_and_against_strangers() -> None:
     """What a client itself told does not count, nor who has not been taught, nor another group."""
     gains = torch.tensor([1.0, 2.0, 0.0, 6.0, -3.0, -5.0])[:, None, None].expand(6, 3, 4)
