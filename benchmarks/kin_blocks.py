@@ -44,6 +44,13 @@ GIVEN = {
     "c=3, kin": "with kin for c-means",
     "kin": "PerFed-Kin",
 }
+PRIORS = {
+    "trusting": "counts for all",
+    "before": "by share of ρ (before)",
+    "for kin": "for kin, with p",
+    "against strangers": "**and against strangers, with 1 − p**",
+    "doubted": "p by own samples too",
+}
 MINORITY = ("kin", "oracle", *(name for name in OTHERS if name != "fedavg"))
 DRAWS = 2000
 
@@ -143,6 +150,33 @@ def side_by_side(family: str, titles: Mapping[str, str]) -> str:
     return layout.markdown([Table("", ("", *(titles[name] for name in names)), lines)])
 
 
+def gate() -> str:
+    """What each prior of the gate gains, by validation samples that it has not seen."""
+    record = result("kin_gate")
+    rows = {(row["setting"], row["prior"]): row for row in record["rows"]}
+    lines = []
+    for setting in record["seeds"]:
+        lines.append((setting, *(_left_out(rows[setting, prior]) for prior in PRIORS)))
+        if setting.startswith("one"):
+            alone = (_left_out(rows[setting, prior], group=1) for prior in PRIORS)
+            lines.append(("– the one", *alone))
+    seeds = sorted({seed for seeds in record["seeds"].values() for seed in seeds})
+    fewest = min(len(seeds) for seeds in record["seeds"].values())
+    note = (
+        f"Digits, MLP, tuning seeds from {seeds[0]}, {fewest} to {len(seeds)} of them. Points of "
+        "validation accuracy above the witness, mean over clients / percent of clients that lose, "
+        "each sample judged by a gate that has not seen it "
+        f"{machine(record['environment'])}."
+    )
+    return layout.markdown([Table("", ("", *PRIORS.values()), lines, note)])
+
+
+def _left_out(row: dict[str, Any], group: int | None = None) -> str:
+    everyone = [gain for clients in gains(row, group) for gain in clients]
+    lost = 100 * statistics.mean(gain < 0 for gain in everyone)
+    return f"{statistics.mean(everyone):+.1f} / {lost:.0f}"
+
+
 def repaired() -> str:
     """Natural clients under Dir(0.01), and those that the minimum size made."""
     lines = []
@@ -190,6 +224,7 @@ BLOCKS = {
     "kin-ablation": lambda: side_by_side("digits", ABLATED),
     "kin-ckt": lambda: side_by_side("digits", GIVEN),
     "kin-repaired": repaired,
+    "kin-gate": gate,
     "kin-digits-three": lambda: comparison("digits-three"),
     "kin-cifar": lambda: comparison("cifar"),
 }
