@@ -97,8 +97,10 @@ def _harmed(by_seed: Iterable[Sequence[float]]) -> float:
 
 
 def _found(family: str) -> tuple[dict[str, Any], dict[tuple[str, str], dict[str, Any]]]:
+    """Of methods that have run with every seed."""
     record = result(f"kin_{family}")
-    return record, {(row["setting"], row["method"]): row for row in record["rows"]}
+    whole = [row for row in record["rows"] if len(row["seeds"]) == len(record["seeds"])]
+    return record, {(row["setting"], row["method"]): row for row in whole}
 
 
 def comparison(family: str) -> str:
@@ -226,5 +228,7 @@ BLOCKS = {
     "kin-repaired": repaired,
     "kin-gate": gate,
     "kin-digits-three": lambda: comparison("digits-three"),
+    "kin-minority-three": lambda: minority("digits-three"),
     "kin-cifar": lambda: comparison("cifar"),
+    "kin-minority-cifar": lambda: minority("cifar"),
 }
