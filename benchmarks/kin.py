@@ -6,20 +6,23 @@ what labels or pictures mean, and where they do not.
     python benchmarks/kin.py run digits 1/4 …     the first of four shards; the others elsewhere
     python benchmarks/kin.py gather digits        the record, from all that has been run
 
-Of some methods or settings only: methods=local+kin settings=IID+noise. Nothing more is begun after
-some time: seconds=600.
+Of some methods or settings only: methods=local+kin settings=IID+noise. On many cores: workers=14,
+each a process of its own. Nothing more is begun after some time: seconds=600. Runs and their
+records go to runs/, or elsewhere: out=FOLDER.
 
 A family is a set of data and one network for all, or three (``digits-three``). ``cifar`` and
 ``cifar-three`` are for a GPU: add device=cuda. Stopped, it goes on where it was.
 
 Local training here is of the same clients at the same times as in the methods. ``oracle`` is
-PerFed-Kin with the true groups given: no method, but a bound for finding them.
+PerFed-Kin with the true groups given: no method, but a bound for finding them. What PerFed-Kin has
+beside PerFed-CKT is also given to PerFed-CKT, one at a time: memory, gate, kin.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,15 +34,32 @@ from committed import ROOT, result
 from torch import Tensor
 
 from perfed import Execution, Experiment
-from perfed.algorithms.perfed_kin import PerFedKin, Witnesses
-from perfed.core.algorithm import algorithms
+from perfed.algorithms.clustering import cmeans, nearest
+from perfed.algorithms.perfed_ckt import PerFedCKT
+from perfed.algorithms.perfed_evidence import PRIOR_SAMPLES, PerFedEvidence, choice, trial
+from perfed.algorithms.perfed_kin import PerFedKin, bounded, found_kinds, prior
+from perfed.algorithms.witnesses import Witnesses
+from perfed.core.algorithm import (
+    Adjusted,
+    Client,
+    ClientInfo,
+    Mixture,
+    Predictor,
+    Reply,
+    Server,
+    algorithms,
+    supervised,
+)
+from perfed.core.declaration import Messages
+from perfed.core.message import Message
 from perfed.core.schema import from_mapping, option
+from perfed.core.tree import Tree
 from perfed.runs.result import headline_kind
 from perfed.runs.study import Record, Shard, Study, folder_name, machines
 
 RESULTS = ROOT / "benchmarks" / "results"
 TUNING_SEEDS = (1000, 1001)
-SEEDS = (41, 42, 43, 44, 45)  # none of them had a say in the method
+SEEDS = (46, 47, 48, 49, 50)  # none of them had a say in the method
 
 
 @algorithms.register("kin-oracle")
@@ -58,8 +78,8 @@ class Oracle(PerFedKin):
 class Trusting(PerFedKin):
     """Without the question how well a client fits in."""
 
-    def belonging(self, said: Witnesses, kind: Tensor) -> Tensor:
-        return torch.ones(len(kind))
+    def expected(self, said: Witnesses, kind: Tensor, gains: Tensor) -> Tensor:
+        return prior(gains, kind, torch.ones(len(kind)))
 
 
 @algorithms.register("kin-forgetful")
@@ -69,6 +89,93 @@ class Forgetful(PerFedKin):
 
     def remembered(self, bank: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
         return dict(now)
+
+
+@algorithms.register("ckt-memory")
+@dataclass(frozen=True)
+class CKTWithMemory(PerFedCKT):
+    """The server clusters what everybody said last."""
+
+    def merge(self, server: Server, state: Tree, replies: Sequence[Reply]) -> Tree:
+        now = {str(r.client.id): r.message["soft_decisions"] for r in replies}
+        bank = state.get("bank", {}) | now
+        everybodys = torch.stack([*bank.values()])
+        return {
+            "bank": bank,
+            "centroids": cmeans(everybodys, self.clusters, server.random("c-means")),
+        }
+
+
+@algorithms.register("ckt-kin")
+@dataclass(frozen=True)
+class CKTWithKin(PerFedCKT):
+    """The mean opinion of a client's kind, as PerFed-Kin finds it, in place of c centroids."""
+
+    def merge(self, server: Server, state: Tree, replies: Sequence[Reply]) -> Tree:
+        now = {
+            str(r.client.id): {**r.message.arrays, "samples": torch.tensor(float(r.client.samples))}
+            for r in replies
+        }
+        bank = state.get("bank", {}) | now
+        decisions = torch.stack([sent["soft_decisions"] for sent in bank.values()])
+        samples = torch.stack([sent["samples"] for sent in bank.values()])
+        kind = found_kinds(Witnesses.hear(decisions, bounded(samples)), 2.0)
+        means = torch.stack(
+            [decisions[kind == group].mean(0) for group in range(int(kind.max()) + 1)]
+        )
+        kinds = {name: kind[row] for row, name in enumerate(bank)}
+        return {"bank": bank, "centroids": means, "kind": kinds}
+
+    def broadcast(self, server: Server, state: Tree, client: ClientInfo) -> Message:
+        kind = int(state["kind"].get(str(client.id), 0))
+        return Message(centroids=state["centroids"][kind][None])
+
+
+@algorithms.register("ckt-gate")
+@dataclass(frozen=True)
+class CKTWithGate(PerFedCKT):
+    """The taught model beside one trained alone, and PerFed-Evidence's gate between them."""
+
+    uses_validation = True
+
+    def messages(self) -> Messages:
+        ours, gains = super().messages(), (PerFedEvidence().messages().up or {})["gains"]
+        up, down = (entries or {} for entries in (ours.up, ours.down))
+        return Messages(up={**up, "gains": gains}, down={**down, "gains": gains}, evaluation={})
+
+    def first_message(self, client: Client) -> Message:
+        untried = PerFedEvidence().first_message(client)["gains"]
+        return Message(soft_decisions=client.soft_decisions(), gains=untried)
+
+    def merge(self, server: Server, state: Tree, replies: Sequence[Reply]) -> Tree:
+        told = state.get("told", {}) | {str(r.client.id): r.message["gains"] for r in replies}
+        mean = torch.stack([*told.values()]).mean(0)
+        return super().merge(server, state, replies) | {"told": told, "gains": mean}
+
+    def broadcast(self, server: Server, state: Tree, client: ClientInfo) -> Message:
+        return Message(centroids=state["centroids"], gains=state["gains"])
+
+    def client_round(self, client: Client, message: Message) -> Message:
+        student = client.state.get("student", client.weights)
+        cluster = nearest(message["centroids"], client.soft_decisions(student))
+        student = client.sgd(student, self.objective, message["centroids"][cluster], stream=0)
+        client.weights = client.sgd(client.weights, supervised, stream=0)
+        gains, samples = trial(client, student, self.no_mix(client))
+        proof = gains * samples + PRIOR_SAMPLES * message["gains"]
+        client.state = {"student": student, "proof": proof}
+        return Message(soft_decisions=client.soft_decisions(student), gains=gains)
+
+    def models(self, client: Client, message: Message) -> dict[str, Predictor]:
+        if not client.state:
+            return {"personal": client.weights}
+        share, sharpness = choice(client.state["proof"], PerFedEvidence().caution)
+        student = Adjusted(client.state["student"], sharpness, self.no_mix(client))
+        mixed = Mixture((client.weights, student), torch.stack([1 - share, share]))
+        return {"personal": mixed}
+
+    def no_mix(self, client: Client) -> Tensor:
+        """A student of opinions has its label mix in its logits."""
+        return torch.zeros_like(client.label_counts(), dtype=torch.get_default_dtype())
 
 
 DIGITS = {
@@ -142,6 +249,7 @@ SETTINGS: dict[str, Setting] = {
 }
 WEIGHTS = {"perfed-ckt": (0.1, 0.5, 2.0, 8.0), "ditto": (0.1, 1.0, 10.0)}
 CLUSTERS = (1, 2, 3, 4)
+GIVEN = ("memory", "gate", "kin")
 NARROWED = ("methods", "settings")
 
 
@@ -233,6 +341,9 @@ def methods(family: str, setting: str, seed: int) -> dict[str, dict[str, Any]]:
             name = f"c={clusters}"
             options = {"clusters": clusters, "weight": weights[name]}
             found[name] = {"name": "perfed-ckt"} | options
+        for part in GIVEN:
+            options = {"clusters": 3, "weight": weights["c=3"]}
+            found[f"c=3, {part}"] = {"name": f"ckt-{part}"} | options
     return found
 
 
@@ -297,15 +408,24 @@ def write(
 
 def main(action: str, family: str, *rest: str) -> None:
     options = dict(part.split("=", 1) for part in rest if "=" in part)  # device=cuda seconds=300
-    shard = next((Shard.parse(part) for part in rest if "/" in part), None)
+    shard = next((Shard.parse(part) for part in rest if "/" in part and "=" not in part), None)
+    workers = int(options.pop("workers", 1))
     seconds = float(options.pop("seconds", "inf"))
     chosen_cells = [list(filter(None, options.pop(key, "").split("+"))) for key in NARROWED]
+    out = Path(options.pop("out", ROOT / "runs"))
     how = Execution(**options)  # type: ignore[arg-type]
     tuning = "tune" in (action, *rest)  # and: gather digits tune
-    folder: Path = ROOT / "runs" / f"kin-{'tune-' if tuning else ''}{family}"
+    folder = out / f"kin-{'tune-' if tuning else ''}{family}"
     study = Study(folder, trials(family) if tuning else cells(family, *chosen_cells))
-    if action != "gather":
+    if action != "gather" and workers > 1:
+        one = [sys.executable, __file__, action, family, *rest, "workers=1"]
+        parts = [[*one, f"{number}/{workers}"] for number in range(1, workers + 1)]
+        for process in [subprocess.Popen(part) for part in parts]:
+            process.wait()
+    elif action != "gather":
         study.run(how, shard=shard, seconds=seconds, side_by_side=how.device == "cuda")
+    if shard is not None:
+        return
     records = study.records()
     if tuning and not study.missing():
         write("kin_tune", {"chosen": chosen(family, records)}, family, records)

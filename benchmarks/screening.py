@@ -27,17 +27,16 @@ from torch.nn.functional import cross_entropy, one_hot
 from perfed import Experiment
 from perfed.algorithms.clustering import cmeans, nearest
 from perfed.algorithms.perfed_evidence import (
-    CONCENTRATIONS,
     FLOOR,
     PRIOR_SAMPLES,
     SHARES,
     SHARPNESS,
-    SMALLEST_PROBABILITY,
-    SMALLEST_SHARE,
     choice,
+    concentrations,
     label_mix,
     pooled_evidence,
 )
+from perfed.algorithms.witnesses import SMALLEST_SHARE
 from perfed.core.schema import from_mapping
 from perfed.core.streams import numpy_stream, stream_key
 from perfed.data import build_federation
@@ -249,7 +248,7 @@ class Opinions(Idea):
         trust = self.trust(frame, drawn, targets) if self.trust else 1.0
         if not self.offsets:
             return Lesson(targets, frame.mixes[drawn], frame.mixes[drawn], trust)
-        spoken = targets.mean(1).clamp(min=SMALLEST_PROBABILITY)
+        spoken = targets.mean(1).clamp(min=SMALLEST_SHARE / 10)
         around = 0.9 * spoken + 0.1 / targets.shape[2]
         return Lesson(targets, spoken, mix_around(frame.clients.counts[drawn], around), trust)
 
@@ -292,7 +291,7 @@ def omniscient(clients: Clients) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def spoken_mixes(decisions: Tensor) -> Tensor:
-    spoken = decisions.mean(1) + SMALLEST_SHARE
+    spoken = decisions.mean(1) + SMALLEST_SHARE / 10
     return spoken / spoken.sum(1, keepdim=True)
 
 
@@ -324,7 +323,7 @@ def log_likelihood(counts: Tensor, parameters: Tensor) -> Tensor:
 
 def mix_around(counts: Tensor, around: Tensor) -> Tensor:
     """``label_mix`` of many clients, under Dirichlet laws around other mixes than the uniform."""
-    parameters = torch.tensor(CONCENTRATIONS)[:, None, None] * around
+    parameters = torch.tensor(concentrations(10))[:, None, None] * around
     means = (parameters + counts) / (parameters + counts).sum(2, keepdim=True)
     return (log_likelihood(counts, parameters).softmax(0)[..., None] * means).sum(0)
 

@@ -1,4 +1,4 @@
-"""What docs/successor.md shows: tables and the figure of benchmarks/successor.py's results."""
+"""What docs/one-table.md shows: tables and the figure of benchmarks/successor.py's results."""
 
 from __future__ import annotations
 

@@ -12,15 +12,14 @@ import perfed
 from perfed.algorithms.perfed_evidence import (
     FLOOR,
     PRIOR_SAMPLES,
-    RIDGE,
     SHARES,
     SHARPNESS,
-    SMALLEST_PROBABILITY,
-    SMALLEST_SHARE,
     choice,
+    concentrations,
     label_mix,
     pooled_evidence,
 )
+from perfed.algorithms.witnesses import RIDGE, SMALLEST_PROBABILITY, SMALLEST_SHARE
 from perfed.core import tensorfile
 from perfed.core.algorithm import Adjusted, Mixture
 from perfed.core.errors import ConfigError, RunError
@@ -49,10 +48,11 @@ def random_decisions(clients: int, samples: int, seed: int = 0) -> np.ndarray:
 
 def by_brute_force(decisions: np.ndarray, samples: np.ndarray) -> np.ndarray:
     """The least squares of the module's docstring, with ℓ and every c_k(x) as unknowns."""
-    spoken = decisions.mean(1) + SMALLEST_SHARE
-    spoken /= spoken.sum(1, keepdims=True)
     clients, size, classes = decisions.shape
-    ridge = RIDGE * samples.sum() / clients
+    spoken = decisions.mean(1) + SMALLEST_SHARE / classes
+    spoken /= spoken.sum(1, keepdims=True)
+    ridge = RIDGE / classes * samples.sum() / clients
+    smallest = SMALLEST_PROBABILITY / classes
     evidence = np.zeros((size, classes))
     for x in range(size):
         rows, wanted = [], []
@@ -62,7 +62,7 @@ def by_brute_force(decisions: np.ndarray, samples: np.ndarray) -> np.ndarray:
                 row = np.zeros(classes + clients)
                 row[y] = row[classes + k] = weight
                 rows.append(row)
-                ratio = np.log(max(decisions[k, x, y], SMALLEST_PROBABILITY) / spoken[k, y])
+                ratio = np.log(max(decisions[k, x, y], smallest) / spoken[k, y])
                 wanted.append(weight * ratio)
         for y in range(classes):
             row = np.zeros(classes + clients)
@@ -129,6 +129,20 @@ def test_a_label_mix_is_a_distribution_that_follows_the_counts(counts: list[int]
 def test_five_samples_tell_a_client_of_one_label_from_one_of_all() -> None:
     assert label_mix(torch.tensor([5, 0, 0, 0, 0]))[0] > 0.9
     assert label_mix(torch.tensor([1, 1, 1, 1, 1])).max() < 0.25
+
+
+@pytest.mark.parametrize("classes", [2, 10, 100, 1000])
+def test_a_label_mix_may_be_one_label_or_uniform_for_any_number_of_classes(classes: int) -> None:
+    """Where there is one sample of each class, and two of one, that is little proof that this one
+    is twice as frequent."""
+    one = torch.zeros(classes)
+    one[0] = 20
+    assert label_mix(one)[0] > 0.95
+    even = torch.ones(classes)
+    even[0] = 2
+    mix = label_mix(even)
+    assert float(mix[0] / mix[1]) < 1.5
+    assert concentrations(10) == [0.1, 0.3, 1, 3, 10, 30, 100]
 
 
 def gains_of(best: tuple[int, int], gain: float) -> torch.Tensor:

@@ -4,15 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from perfed.algorithms.perfed_evidence import RIDGE, SMALLEST_PROBABILITY
-from perfed.algorithms.perfed_kin import (
-    CAP,
-    SMALLEST_SHARES,
-    PerFedKin,
-    Witnesses,
-    belonging,
-    found_kinds,
-)
+from perfed.algorithms.perfed_kin import CAP, PerFedKin, bounded, found_kinds, kinship, prior
+from perfed.algorithms.witnesses import RIDGE, SMALLEST_PROBABILITY, SMALLEST_SHARE, Witnesses
 from perfed.core.algorithm import ClientInfo
 from perfed.core.message import Message
 from tests.algorithms.test_perfed_evidence import softmax
@@ -26,16 +19,18 @@ class ByHand:
     """The server's half, one client after the other, with every table made anew."""
 
     def __init__(self, decisions: np.ndarray, samples: np.ndarray) -> None:
+        classes = decisions.shape[2]
         self.samples = np.minimum(samples, CAP * np.quantile(samples, 0.75))
-        spoken = decisions.mean(1) + SMALLEST_SHARES / decisions.shape[2]
+        spoken = decisions.mean(1) + SMALLEST_SHARE / classes
         self.spoken = spoken / spoken.sum(1, keepdims=True)
-        self.ratios = np.log(np.maximum(decisions, SMALLEST_PROBABILITY) / self.spoken[:, None])
+        likely = np.maximum(decisions, SMALLEST_PROBABILITY / classes)
+        self.ratios = np.log(likely / self.spoken[:, None])
         self.voice = self.samples * (1 - (self.spoken**2).sum(1))
 
     def table(self, members: list[int]) -> np.ndarray:
         """Least squares over ℓ(x, ·) and an offset for every client, x after x."""
         classes = self.spoken.shape[1]
-        ridge = RIDGE * self.samples[members].mean()
+        ridge = RIDGE / classes * self.samples[members].mean()
         rows, who = [np.sqrt(ridge) * np.eye(classes, classes + len(members))], []
         for place, k in enumerate(members):
             row = np.zeros((classes, classes + len(members)))
@@ -57,11 +52,19 @@ class ByHand:
         own, told = ((np.sqrt(weight) * values).ravel() for values in pair)
         return float(own @ told / np.sqrt(own @ own * (told @ told)))
 
-    def belonging(self, k: int, members: list[int]) -> float:
-        fits = np.array([self.fit(j, members) for j in members])
-        usual = max(0.05, fits @ self.voice[members] / self.voice[members].sum())
-        mine = (self.voice[k] * self.fit(k, members) + usual) / (self.voice[k] + 1)
-        return float(np.clip(4 * mine / usual - 1, 0, 1))
+    def kinship(self, k: int, members: list[int]) -> float:
+        """The posterior of two normal laws of its fit, from the fits of the others."""
+        others = [j for j in members if j != k]
+        if not others:
+            return 0.5
+        fits = np.array([self.fit(j, members) for j in others])
+        weights = self.voice[others] / (self.voice[others] + 1)
+        mean = max(0, np.average(fits, weights=weights))
+        variance = (mean**2 + weights @ (fits - mean) ** 2) / weights.sum()
+        variance /= self.voice[k] / (self.voice[k] + 1)
+        mine = self.fit(k, members)
+        kin, stranger = (np.exp(-((mine - at) ** 2) / (2 * variance)) for at in (mean, 0))
+        return float(len(others) * kin / (len(others) * kin + stranger))
 
 
 def world(
@@ -77,7 +80,7 @@ def world(
 
 
 def heard(decisions: np.ndarray, samples: np.ndarray) -> Witnesses:
-    return Witnesses.hear(torch.tensor(decisions), torch.tensor(samples))
+    return Witnesses.hear(torch.tensor(decisions), bounded(torch.tensor(samples)))
 
 
 def skewed(decisions: np.ndarray, seed: int = 1) -> np.ndarray:
@@ -144,14 +147,85 @@ def test_the_order_of_clients_does_not_matter() -> None:
     assert len(set(zip(found[order], again, strict=True))) == 3
 
 
-def test_who_is_alone_with_its_labels_cannot_rely_on_others() -> None:
-    decisions, samples = world([0] * 14 + [1])
+@pytest.mark.parametrize("seed", range(5))
+def test_who_is_alone_with_its_labels_is_a_stranger(seed: int) -> None:
+    decisions, samples = world([0] * 14 + [1], seed=seed)
     said = heard(decisions, samples)
     kind = found_kinds(said, 2.0)
     assert len(kind.unique()) == 1
-    trust = belonging(said, kind)
-    assert float(trust[-1]) < 0.1
-    assert (trust[:-1] == 1).all()
+    kin = kinship(said, kind)
+    assert float(kin[-1]) < 0.01
+    assert (kin[:-1] > 0.99).all()
+
+
+def test_kinship_is_that_written_by_hand() -> None:
+    decisions, samples = world([0, 0, 0, 1, 1, 1, 0])
+    decisions = skewed(decisions)
+    kind = torch.tensor([0, 0, 0, 1, 1, 0, 0])
+    plain = ByHand(decisions, samples)
+    groups = [[j for j in range(7) if kind[j] == kind[k]] for k in range(7)]
+    wanted = [plain.kinship(k, groups[k]) for k in range(7)]
+    assert np.allclose(kinship(heard(decisions, samples), kind).numpy(), wanted, atol=1e-8)
+    assert max(wanted) - min(wanted) > 0.3
+
+
+def test_of_a_client_that_says_nothing_only_the_size_of_its_group_is_known() -> None:
+    decisions, samples = world([0] * 6)
+    decisions[5] = np.array([1 - 4e-12] + [1e-12] * 4)
+    said = heard(decisions, samples)
+    assert float(said.heard[5]) < 0.1
+    kin = kinship(said, torch.zeros(6, dtype=torch.long))
+    assert float(kin[5]) == pytest.approx(5 / 6, abs=0.05)
+
+
+def test_where_nobody_agrees_a_fit_says_nothing() -> None:
+    """Of two who say the opposite of each other neither is the stranger."""
+    said = 2 * np.random.default_rng(0).normal(size=(PUBLIC, CLASSES))
+    opposite = heard(softmax(np.array([said, -said])), np.full(2, 20.0))
+    kind = torch.zeros(2, dtype=torch.long)
+    assert (opposite.fit(kind == 0) < -0.5).all()
+    assert torch.allclose(kinship(opposite, kind), torch.tensor(0.5).double())
+
+
+@pytest.mark.parametrize(
+    "decisions",
+    [
+        np.full((4, 3, CLASSES), 1 / CLASSES),
+        np.eye(CLASSES)[np.zeros((4, 3), dtype=int)],
+        np.eye(CLASSES)[np.arange(12).reshape(4, 3) % CLASSES],
+        np.full((1, 1, CLASSES), 1 / CLASSES),
+    ],
+    ids=["uniform", "one class", "sure of all", "one client"],
+)
+def test_whatever_is_said_what_is_sent_is_finite(decisions: np.ndarray) -> None:
+    for samples in (1.0, 1e9):
+        said = heard(decisions, np.full(len(decisions), samples))
+        kind = found_kinds(said, 2.0)
+        expected = prior(torch.full((len(said), 3, 4), -4.6), kind, kinship(said, kind))
+        assert expected.isfinite().all()
+        assert said.table(kind == 0).isfinite().all()
+
+
+def test_what_helps_others_speaks_for_kin_and_against_strangers() -> None:
+    """What a client itself told does not count, nor who has not been taught, nor another group."""
+    gains = torch.tensor([1.0, 2.0, 0.0, 6.0, -3.0, -5.0])[:, None, None].expand(6, 3, 4)
+    kind = torch.tensor([0, 0, 0, 0, 1, 1])
+    kin = torch.tensor([1.0, 0.5, 0.0, 0.75, 1.0, 0.0])
+    found = prior(gains, kind, kin)
+    assert torch.allclose(found[:, 0, 0], torch.tensor([4.0, 0.0, -3.0, 0.75, -5.0, -3.0]))
+    assert torch.equal(found, found[:, :1, :1].expand(6, 3, 4))
+
+
+@pytest.mark.parametrize("classes", [2, 10, 1000])
+def test_constants_mean_the_same_for_any_number_of_classes(classes: int) -> None:
+    """A client of equal shares loses a thousandth of its weight to what it never speaks of, and
+    who says the same of all classes compares nothing."""
+    half = np.full((1, 1, classes), 1e-12)
+    half[..., : classes // 2] = 2 / classes
+    spoken = heard(half, np.array([10.0])).spoken[0]
+    assert float(spoken[classes // 2 :].sum()) == pytest.approx(0.5e-3, rel=0.01)
+    level = heard(np.full((3, 4, classes), 1 / classes), np.full(3, 10.0))
+    assert float(level.table().abs().max()) < 1e-9
 
 
 def test_a_client_that_lies_about_its_samples_counts_like_four_others() -> None:
@@ -182,13 +256,16 @@ def test_two_rounds_by_hand() -> None:
     for row, name in enumerate(bank):
         kind = int(state["kind"][name])
         members = [j for j, other in enumerate(bank) if int(state["kind"][other]) == kind]
-        gains = np.mean([list(bank.values())[j]["gains"].cpu().numpy() for j in members], axis=0)
+        others = [list(bank.values())[j]["gains"].cpu().numpy() for j in members if j != row]
+        taught = [gains for gains in others if gains.any()]
+        gains = np.mean(taught, axis=0) if taught else np.zeros_like(others[0])
+        kin = plain.kinship(row, members)
         told = simulation.algorithm.broadcast(
             simulation.server(0), state, ClientInfo(int(name), "mlp", int(samples[row]))
         )
         assert np.allclose(told["evidence"].cpu().numpy(), plain.table(members), atol=1e-6)
-        trust = plain.belonging(row, members) if len(members) > 1 else 1.0
-        assert np.allclose(told["gains"].cpu().numpy(), trust * gains, atol=1e-6)
+        expected = kin * gains - (1 - kin) * np.abs(gains)
+        assert np.allclose(told["gains"].cpu().numpy(), expected, atol=1e-6)
 
 
 def test_nobody_is_taught_before_anybody_was_heard() -> None:
@@ -197,17 +274,16 @@ def test_nobody_is_taught_before_anybody_was_heard() -> None:
     assert told == Message()
 
 
-def test_of_a_stranger_only_the_share_of_the_largest_kind_is_known() -> None:
+def test_of_a_newcomer_only_the_share_of_the_largest_kind_is_known() -> None:
     state = {
         "tables": torch.tensor([[[0.0]], [[1.0]]]),
-        "prior": torch.tensor([[[2.0]], [[4.0]]]),
         "kind": {"0": torch.tensor(0)},
-        "belongs": {"0": torch.tensor(0.5)},
+        "gains": {"0": torch.tensor([[2.0]])},
         "largest": torch.tensor(1),
-        "share": torch.tensor(0.75),
+        "newcomers": torch.tensor([[3.0]]),
     }
     method, server = PerFedKin(), simulate().server(0)
     heard_of = method.broadcast(server, state, ClientInfo(0, "mlp", 5))
-    stranger = method.broadcast(server, state, ClientInfo(7, "mlp", 5))
-    assert (float(heard_of["evidence"]), float(heard_of["gains"])) == (0.0, 1.0)
-    assert (float(stranger["evidence"]), float(stranger["gains"])) == (1.0, 3.0)
+    newcomer = method.broadcast(server, state, ClientInfo(7, "mlp", 5))
+    assert (float(heard_of["evidence"]), float(heard_of["gains"])) == (0.0, 2.0)
+    assert (float(newcomer["evidence"]), float(newcomer["gains"])) == (1.0, 3.0)

@@ -49,6 +49,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, softmax
 
+from perfed.algorithms.witnesses import Witnesses
 from perfed.core.algorithm import (
     Adjusted,
     Algorithm,
@@ -68,14 +69,6 @@ from perfed.core.message import Message
 from perfed.core.schema import option
 from perfed.core.tree import Tree, Weights
 
-# Total concentrations of the Dirichlet laws a label mix may come from: nearly one label … uniform.
-CONCENTRATIONS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
-# A probability below this is said with more certainty than a network of a few samples has.
-SMALLEST_PROBABILITY = 1e-4
-# Share of a client's weight that classes it never speaks of have; keeps logarithms and the linear
-# system finite, and is far below one sample.
-SMALLEST_SHARE = 1e-4
-RIDGE = 1e-3
 # The choices for β (a student may be too sure of what it was taught, or not sure enough) and w.
 SHARPNESS = (0.5, 1.0, 1.5)
 SHARES = (0.25, 0.5, 0.75, 1.0)
@@ -221,7 +214,7 @@ def label_mix(counts: Tensor) -> Tensor:
     """
     counts = counts.double()
     classes, total = len(counts), counts.sum()
-    concentration = torch.tensor(CONCENTRATIONS, dtype=counts.dtype, device=counts.device)
+    concentration = counts.new_tensor(concentrations(classes))
     base = (concentration / classes)[:, None]
     likelihood = (
         torch.lgamma(concentration)
@@ -232,23 +225,13 @@ def label_mix(counts: Tensor) -> Tensor:
     return (likelihood.softmax(0)[:, None] * means).sum(0).to(torch.get_default_dtype())
 
 
+def concentrations(classes: int) -> list[float]:
+    """Total concentrations of the Dirichlet laws a label mix may come from: from nearly one label,
+    however many classes there are, to nearly uniform, ten for each class."""
+    steps = (digit * 10**power / 10 for power in range(10) for digit in (1, 3))
+    return [total for total in steps if total <= 10 * classes]
+
+
 def pooled_evidence(decisions: Tensor, samples: Tensor) -> Tensor:
     """ℓ, |P|×N with rows that sum to zero, from soft decisions (m, |P|, N) of m clients."""
-    clients, _, classes = decisions.shape
-    decisions = decisions.double()
-    spoken = decisions.mean(1) + SMALLEST_SHARE
-    spoken = spoken / spoken.sum(1, keepdim=True)  # q, (m, N)
-    ratios = decisions.clamp(min=SMALLEST_PROBABILITY).log() - spoken.log()[:, None]
-    weights = samples.to(spoken)[:, None] * spoken  # (m, N)
-    # The best c_k(x) is the weighted mean of what is left over; put in, the sum over clients of
-    # diag(w) − w wᵀ / Σw is the Laplacian of a graph of classes whose edges are the clients.
-    ratios = ratios - (ratios * spoken[:, None]).sum(2, keepdim=True)
-    laplacian = weights.sum(0).diag() - weights.T @ spoken
-    ridge = RIDGE * weights.sum() / clients
-    unit = torch.eye(classes, dtype=weights.dtype, device=weights.device)
-    evidence = torch.linalg.solve(
-        laplacian + ridge * unit, torch.einsum("mn,mpn->np", weights, ratios)
-    ).T
-    evidence = evidence - evidence.mean(1, keepdim=True)
-    result: Tensor = evidence.to(torch.get_default_dtype())
-    return result
+    return Witnesses.hear(decisions, samples).table().to(torch.get_default_dtype())
