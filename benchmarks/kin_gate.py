@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from committed import ROOT
 from kin import RESULTS, experiment
-from studies import folder_name
 from torch import Tensor
 from torch.nn.functional import softmax
 
@@ -40,6 +39,7 @@ from perfed.core.channel import Channel
 from perfed.core.message import Message
 from perfed.runs.directory import environment
 from perfed.runs.simulation import Simulation
+from perfed.runs.study import folder_name
 
 SEEDS = {
     "one with other labels": range(1000, 1012),
