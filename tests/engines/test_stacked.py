@@ -615,8 +615,9 @@ def draws(streams: JobStreams, turns: list[int], gpu: torch.Generator) -> list[A
     """A number of each generator, turn by turn."""
     drawn = []
     for number in turns:
-        with streams.turn(number):
-            drawn.append((float(torch.rand(1)), float(torch.rand(1, generator=gpu))))
+        streams.begin(number)
+        drawn.append((float(torch.rand(1)), float(torch.rand(1, generator=gpu))))
+        streams.pause(number)
     return drawn
 
 

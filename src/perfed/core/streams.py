@@ -10,6 +10,7 @@ function of the stream's key and *i*.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
@@ -55,10 +56,15 @@ def uniform_indices_each(
     keys: Sequence[int], shape: tuple[int, ...], bounds: Sequence[int], device: torch.device
 ) -> Tensor:
     """The draws of several streams, one after another along the first dimension."""
-    count = int(np.prod(shape))
-    bound = torch.tensor(bounds, dtype=torch.int64, device=device)[:, None]
-    bits = random_bits(torch.tensor(keys, dtype=torch.int64, device=device), count)
-    return (bits % bound).reshape(len(keys), *shape)  # the modulo's bias is below bound / 2**63
+    both = torch.tensor([keys, bounds], dtype=torch.int64).to(device)
+    return uniform_indices_of(both[0], shape, both[1])
+
+
+def uniform_indices_of(keys: Tensor, shape: tuple[int, ...], bounds: Tensor) -> Tensor:
+    """The same, of keys and bounds that are on the device."""
+    bits = random_bits(keys, math.prod(shape))
+    # The modulo's bias is below bound / 2**63.
+    return (bits % bounds[:, None]).reshape(len(keys), *shape)
 
 
 def random_bits(keys: Tensor, count: int) -> Tensor:
