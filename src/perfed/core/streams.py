@@ -70,7 +70,7 @@ def uniform_indices_of(keys: Tensor, shape: tuple[int, ...], bounds: Tensor) -> 
 def random_bits(keys: Tensor, count: int) -> Tensor:
     """``count`` draws of each stream, of 63 bits, along a new last dimension."""
     counter = torch.arange(1, count + 1, dtype=torch.int64, device=keys.device)
-    return _mixed(keys[..., None] + counter * _GOLDEN) & _MASK_63
+    return _mixed(keys[..., None] + counter.mul_(_GOLDEN)).bitwise_and_(_MASK_63)
 
 
 def substream(keys: Tensor, number: int) -> Tensor:
@@ -98,12 +98,14 @@ BITS = 63
 _MASK_63 = (1 << BITS) - 1
 
 
-def _shift_right(z: Tensor, bits: int) -> Tensor:
-    return (z >> bits) & ((1 << (64 - bits)) - 1)  # logical: without copies of the sign bit
+def _folded(z: Tensor, bits: int) -> Tensor:
+    """``z`` with its own bits, shifted to the right, laid over it."""
+    shifted = (z >> bits).bitwise_and_((1 << (64 - bits)) - 1)  # without copies of the sign bit
+    return shifted.bitwise_xor_(z)
 
 
 def _mixed(z: Tensor) -> Tensor:
     """SplitMix64's finaliser: every bit of the result depends on every bit of ``z``."""
-    z = (z ^ _shift_right(z, 30)) * _signed(0xBF58476D1CE4E5B9)
-    z = (z ^ _shift_right(z, 27)) * _signed(0x94D049BB133111EB)
-    return z ^ _shift_right(z, 31)
+    z = _folded(z, 30).mul_(_signed(0xBF58476D1CE4E5B9))
+    z = _folded(z, 27).mul_(_signed(0x94D049BB133111EB))
+    return _folded(z, 31)
