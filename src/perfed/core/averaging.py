@@ -67,7 +67,7 @@ def _means(columns: Sequence[tuple[Tensor, ...]], shares: Sequence[float]) -> li
     mean = total.to(like[0].dtype)
     if len(like) == 1:
         return [mean.view_as(like[0])]
-    each = mean.split([t.numel() for t in like])
+    each = torch.split(mean, [t.numel() for t in like])
     return [own.clone().view_as(t) for own, t in zip(each, like, strict=True)]
 
 

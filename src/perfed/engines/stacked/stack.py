@@ -684,9 +684,8 @@ def draw(stack: Sequence[Sgd], starts: Mapping[int, tuple[int, int]]) -> Draws:
     private, codes = [], []
     for number in range(first.batches):
         if training.epochs:
-            keys = [request.private_keys()[number] for request in stack]
             drawn = pad_sequence(
-                [private_draws(r, key) for r, key in zip(stack, keys, strict=True)],
+                [private_draws(request, request.private_keys()[number]) for request in stack],
                 batch_first=True,
             )
             drawn = pad(drawn, (0, 0, 0, shape[0] - drawn.shape[1]))
