@@ -80,9 +80,18 @@ TINY: dict[str, Any] = {
 
 
 FEW: dict[str, dict[str, Any]] = {
+    "cosmos": {"clusters": 2, "digest_steps": 2, "steps": 5},
+    "kt-pfl": {"digest_steps": 2},
     "perfed-ckt": {"clusters": 2},
     "hypcluster": {"clusters": 2},
     "feddf": {"steps": 20},
+    "selective-fd": {"digest_steps": 2, "ambiguity": 1},
+    "pfedme": {"personal_steps": 2},
+    "fedtgp": {"epochs": 3},
+    "fedmd": {"warmup_steps": 3},
+    "cfd": {"student_steps": 20},
+    "fedgen": {"steps": 5},
+    "fedmrl": {"small": {"name": "mlp", "hidden": [8]}},
 }
 
 

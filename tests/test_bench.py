@@ -30,9 +30,9 @@ def test_the_table_and_the_json_say_the_same(monkeypatch: pytest.MonkeyPatch) ->
     sequential, stacked = result["rows"]
     assert (sequential["engine"], stacked["engine"]) == ("sequential", "stacked")
     assert stacked["step_ratio"] == pytest.approx(sequential["step_ms"] / stacked["step_ms"])
-    # Three clients, 16 samples each; 64·h + h·10 products of an MLP, forward and twice back.
+    # Three clients, 16 samples each; products of an MLP's layers, forward and twice back.
     assert sequential["samples_per_second"] == pytest.approx(48e3 / sequential["step_ms"])
-    hidden = {8: 8 * 74, 12: 12 * 74}
-    possible = {3 * 16 * 2 * (n * hidden[8] + (3 - n) * hidden[12]) for n in range(4)}
+    small, large = 64 * 8 + 8 * 10, 64 * 12 + 12 * 8 + 8 * 10
+    possible = {3 * 16 * 2 * (n * small + (3 - n) * large) for n in range(4)}
     assert sequential["flops_per_step"] in possible
     assert f"{stacked['step_ms']:.2f}" in shown.output

@@ -27,6 +27,7 @@ import perfed
 from perfed import Execution
 from perfed.algorithms.fedprox import held_near
 from perfed.core.channel import Channel
+from perfed.core.declaration import networks
 from perfed.core.errors import Refused
 from perfed.core.message import Message
 from perfed.core.tensorfile import decode, encode
@@ -80,6 +81,19 @@ def test_resumed_after_every_round_it_ends_with_the_same_bits(name: str, tmp_pat
     perfed.resume(tmp_path / "cut")
     for file in ("rounds.jsonl", "clients.jsonl", "summary.json"):
         assert (tmp_path / "cut" / file).read_bytes() == (whole.path / file).read_bytes()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_what_a_method_says_it_sends_is_what_it_declares(name: str) -> None:
+    """The words by which ``perfed list`` and the documentation sort methods."""
+    algorithm = perfed.algorithms[name]()
+    sent = algorithm.messages().up or {}
+    of_networks = networks(sent)  # "" is a client's own
+    second = set(algorithm.networks()) & of_networks
+    assert (algorithm.sends == "nothing") == (not sent)
+    assert (algorithm.sends in ("weights", "parts of networks")) == ("" in of_networks)
+    assert (algorithm.sends == "a second network") == bool(second)
+    assert (algorithm.sends == "outputs on public samples") <= algorithm.needs_public_set
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -218,12 +218,12 @@ def test_fedfomo_explores_less_and_less_and_then_follows_affinity() -> None:
 def test_fedfomo_keeps_an_architectures_models_until_it_answers_again() -> None:
     simulation = simulate(algorithm="fedfomo", models=MODELS)
     engine = simulation.population
-    mlp, cnn = (engine.architectures.index(a) for a in ("mlp", "cnn(batchnorm=True)"))
+    mlp, cnn = (engine.architectures.index(a) for a in ("mlp(hidden=50)", "cnn(batchnorm=True)"))
     for round, client in enumerate((mlp, cnn)):
         model = working_client(engine, client, 0).weights
         simulation.merge(round, {client: Message(model=model, amounts=torch.zeros(0))})
     bank = simulation.progress.state["bank"]
-    assert set(bank["mlp"]) == {str(mlp)}
+    assert set(bank["mlp(hidden=50)"]) == {str(mlp)}
     assert set(bank["cnn(batchnorm=True)"]) == {str(cnn)}
 
 

@@ -4,7 +4,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from perfed.core.tree import SMALL, _in_memory_order, extremes, find_not_finite
+from perfed.core.tree import (
+    SMALL,
+    Weights,
+    _in_memory_order,
+    extremes,
+    find_not_finite,
+    flatten,
+    unflatten,
+)
 
 
 def test_numbers_without_gaps_are_seen_as_they_lie() -> None:
@@ -46,3 +54,13 @@ def test_what_is_not_finite_is_found_wherever_it_is(size: int, value: float) -> 
     fine = [("a", torch.ones(3)), ("b", torch.ones(SMALL + 5))]
     assert find_not_finite({1: fine}) is None
     assert find_not_finite({1: fine, 2: [*fine, ("c", broken)]}) == (2, "c")
+
+
+def test_a_part_of_a_model_comes_back_as_it_was() -> None:
+    """It may have running statistics and no parameters."""
+    part = Weights({}, {"mean": torch.ones(2)})
+    assert unflatten(flatten({"base": part, "samples": torch.tensor(3)}))["base"] == part
+    assert unflatten(flatten({"base": Weights({}, {})})) == {}
+    # A tensor may have such a name, and is no part of a model.
+    named = {"state": {"buffers": torch.ones(1), "params": torch.ones(2)}}
+    assert unflatten(flatten(named)) == named

@@ -25,7 +25,10 @@ from perfed.flower.site import IDLE_RUNS, Site
 from tests.flower.setting import write_federation
 from tests.flower.test_site import PLAN, header, join, play, site
 
-WITHOUT_WEIGHTS = {"local", "majority", "perfed-ckt", "perfed-evidence", "perfed-kin"}
+WITHOUT_WEIGHTS = {"local", "majority"}
+WITHOUT_WEIGHTS |= {"perfed-ckt", "perfed-evidence", "perfed-kin", "fedmd", "ds-fl", "scarlet"}
+WITHOUT_WEIGHTS |= {"cosmos", "kt-pfl", "selective-fd", "fd", "fedproto", "fedtgp"}
+WITHOUT_WEIGHTS |= {"cfd", "fedgh"}
 PLANTED = "from pathlib import Path\nPath(__file__).with_suffix('.ran').touch()\nclass X: ...\n"
 
 

@@ -30,6 +30,7 @@ from perfed.core.tree import Tree, Weights
 @algorithms.register("fedavg")
 @dataclass(frozen=True)
 class FedAvg(Algorithm):
+    sends = "weights"
     evaluated_with_server = True
 
     def messages(self) -> Messages:

@@ -40,7 +40,9 @@ class FedDF(FedAvg):
     def merge(self, server: Server, state: Tree, replies: Sequence[Reply]) -> Tree:
         students = average_by_architecture(replies)
         if self.steps and len(replies) > 1:
-            teacher = torch.stack([ensemble_member(server, reply) for reply in replies]).mean(0)
+            teacher = torch.stack(
+                [public_logits(server, r.client.architecture, r.message["model"]) for r in replies]
+            ).mean(0)
             students = {
                 architecture: self.distil(server, architecture, student, teacher.softmax(1))
                 for architecture, student in students.items()
@@ -50,28 +52,45 @@ class FedDF(FedAvg):
     def distil(
         self, server: Server, architecture: str, student: Weights, teacher: Tensor
     ) -> Weights:
-        module = server.modules[architecture].train()
-        student = student.clone()
-        optimizer = torch.optim.Adam(trainable(module, student).values(), lr=self.rate)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.steps)
-        key = stream_key(server.seed, f"server/distillation/{architecture}", round=server.round)
-        public = server.public_x
-        batches = uniform_indices(key, (self.steps, self.batch_size), len(public), public.device)
-        for batch in batches:
-            logits = functional_call(module, student.params | student.buffers, (public[batch],))
-            loss = kl_div(log_softmax(logits, 1), teacher[batch], reduction="batchmean")
-            optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            schedule.step()
-        return student.clone()
+        return distilled(
+            server, architecture, student, teacher, self.steps, self.rate, self.batch_size
+        )
+
+
+def distilled(
+    server: Server,
+    network: str,
+    student: Weights,
+    teacher: Tensor,
+    steps: int,
+    rate: float,
+    batch_size: int,
+    decays: bool = True,
+) -> Weights:
+    """The student after some steps of Adam on KL(teacher ‖ student) on public samples; the rate
+    decays to zero by a cosine, or stays."""
+    module = server.modules[network].train()
+    student = student.clone()
+    optimizer = torch.optim.Adam(trainable(module, student).values(), lr=rate)
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps) if decays else None
+    key = stream_key(server.seed, f"server/distillation/{network}", round=server.round)
+    public = server.public_x
+    batches = uniform_indices(key, (steps, batch_size), len(public), public.device)
+    for batch in batches:
+        logits = functional_call(module, student.params | student.buffers, (public[batch],))
+        loss = kl_div(log_softmax(logits, 1), teacher[batch], reduction="batchmean")
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        if cosine:
+            cosine.step()
+    return student.clone()
 
 
 @torch.no_grad()
-def ensemble_member(server: Server, reply: Reply) -> Tensor:
-    """One client model's logits on the public set, in evaluation mode."""
-    module = server.modules[reply.client.architecture].eval()
-    weights: Weights = reply.message["model"]
+def public_logits(server: Server, network: str, weights: Weights) -> Tensor:
+    """One model's logits on the public set, in evaluation mode."""
+    module = server.modules[network].eval()
     batches = torch.split(server.public_x, TEACHING_BATCH)
     return torch.cat(
         [functional_call(module, weights.params | weights.buffers, (x,)) for x in batches]

@@ -54,6 +54,7 @@ class FedFomo(Algorithm):
         "before", "where no model helps: go on from the own one before its last training, or after"
     )
 
+    sends = "weights"
     uses_validation = True
 
     def messages(self) -> Messages:

@@ -35,6 +35,7 @@ from perfed.core.tree import Tree, Weights
 class HypCluster(Algorithm):
     clusters: int = option(3, "how many global models", symbol="c", ge=1)
 
+    sends = "weights"
     evaluated_with_server = True
 
     def messages(self) -> Messages:

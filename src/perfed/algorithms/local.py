@@ -19,6 +19,7 @@ class Local(Algorithm):
     The paper's local row is the same for every participation, so there every client trains.
     """
 
+    sends = "nothing"
     learns_from_others = False
     reference = True
 

@@ -15,6 +15,7 @@ from perfed.core.message import Message
 @algorithms.register("majority")
 @dataclass(frozen=True)
 class Majority(Algorithm):
+    sends = "nothing"
     learns_from_others = False
 
     def messages(self) -> Messages:

@@ -41,6 +41,7 @@ class PerFedCKT(Algorithm):
     clusters: int = option(3, "how many centroids the server forms and sends", symbol="c", ge=1)
     weight: float = option(2.0, "weight of agreement with the nearest centroid", symbol="λ", ge=0)
 
+    sends = "outputs on public samples"
     needs_public_set = trains_on_public_set = has_opening = True
 
     # What crosses.

@@ -97,6 +97,7 @@ class PerFedEvidence(Algorithm):
         ge=0,
     )
 
+    sends = "outputs on public samples"
     needs_public_set = trains_on_public_set = has_opening = True
     uses_validation = True
 

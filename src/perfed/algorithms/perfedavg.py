@@ -54,7 +54,7 @@ class PerFedAvg(FedAvg):
         outer, inner, curvature = private
         if self.inner_rate == 0:  # FedAvg, to the bit
             return supervised(model, outer, None)
-        here = {name: param.detach() for name, param in model.params.items()}
+        here = {name: param.detach() for name, param in model.trained.items()}
         ahead = moved(here, -self.inner_rate, gradient(model, here, inner))
         direction = gradient(model, ahead, outer)
         if self.variant == "hessian-free":
@@ -77,10 +77,10 @@ class PerFedAvg(FedAvg):
 
 
 def gradient(model: Network, params: Parameters, batch: Private) -> Parameters:
-    """∇f at ``params`` on one mini-batch."""
+    """∇f at ``params`` on one mini-batch, for these; what is frozen stays as it is."""
 
     def loss(at: Parameters) -> Tensor:
-        return supervised(model.at(at), batch, None)
+        return supervised(model.with_params(at), batch, None)
 
     result: Parameters = grad(loss)(params)
     return result

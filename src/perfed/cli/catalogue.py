@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 from rich.console import Console
@@ -12,6 +12,7 @@ from rich.table import Table
 
 import perfed
 from perfed.config import preset_names, read_mapping
+from perfed.core.algorithm import Algorithm, Sends, needs
 from perfed.core.errors import ConfigError
 from perfed.core.metrics import metrics
 from perfed.core.objects import import_module, import_object
@@ -97,12 +98,35 @@ def _print_components(console: Console, title: str, components: dict[str, type[C
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     for column in ("name", "option", "default", "meaning"):
         table.add_column(column, style="bold" if column == "name" else None)
-    for name in sorted(components):
-        table.add_row(name, "", "", about(components[name]))
-        for field in dataclasses.fields(components[name]):
-            table.add_row("", field.name, shown_default(field), described(components[name], field))
+    for heading, names in _sections(components).items():
+        if heading:
+            table.add_row("", "", "", f"[bold italic]{heading}[/]")
+        for name in names:
+            table.add_row(name, "", "", _meaning(components[name]))
+            for field in dataclasses.fields(components[name]):
+                default, meaning = shown_default(field), described(components[name], field)
+                table.add_row("", field.name, default, meaning)
     console.print(table)
     console.print()
+
+
+def _sections(components: dict[str, type[Component]]) -> dict[str, list[str]]:
+    """Algorithms by what clients send, the least first; all else by name alone."""
+    sections: dict[str, list[str]] = {}
+    if not any(issubclass(cls, Algorithm) for cls in components.values()):
+        return {"": sorted(components)}
+    for sent in (*get_args(Sends), None):
+        names = [n for n in sorted(components) if getattr(components[n], "sends", None) == sent]
+        if names:
+            sections[f"Clients send {sent}:" if sent else "Others:"] = names
+    return sections
+
+
+def _meaning(component: type[Component]) -> str:
+    words = about(component)
+    if issubclass(component, Algorithm) and (asked := needs(component)):
+        words += f" Needs: {', '.join(asked)}."
+    return words
 
 
 def _print_metrics(console: Console) -> None:

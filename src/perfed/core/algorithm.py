@@ -24,7 +24,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, overload
+from typing import Any, ClassVar, Literal, Protocol, overload
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from perfed.core.averaging import weighted_average as weighted_average
 from perfed.core.declaration import Messages
 from perfed.core.message import Message
-from perfed.core.network import Network
+from perfed.core.network import Between, Network
 from perfed.core.predictor import (
     Adjusted,
     ClassPrior,
@@ -41,14 +41,17 @@ from perfed.core.predictor import (
     NearestPrototype,
     OfNetwork,
     Predictor,
+    Spliced,
 )
 from perfed.core.registry import Component, Registry
 from perfed.core.streams import numpy_stream
 from perfed.core.tree import OWN, Tree, Weights
 
 __all__ = [
+    "OWN",
     "Adjusted",
     "Algorithm",
+    "Between",
     "ClassPrior",
     "Client",
     "ClientInfo",
@@ -61,9 +64,12 @@ __all__ = [
     "Private",
     "Public",
     "Reply",
+    "Sends",
     "Server",
+    "Spliced",
     "algorithms",
     "free_parameters",
+    "needs",
     "supervised",
     "trainable",
     "weighted_average",
@@ -106,6 +112,10 @@ class Client(Protocol):
     learning_rate: float
     """η in this round."""
 
+    def initial(self, network: str) -> Weights:
+        """The initial weights of a network that :meth:`Algorithm.networks` names: the same for all
+        clients of an architecture."""
+
     def soft_decisions(self, weights: Weights | None = None) -> Tensor:
         """Class probabilities on the whole public set, |P|×N, in evaluation mode."""
 
@@ -132,6 +142,9 @@ class Client(Protocol):
 
     def with_head(self, weights: Weights, head: Mapping[str, Tensor]) -> Weights:
         """The same model with another last layer."""
+
+    def base_of(self, weights: Weights) -> Weights:
+        """All but the last layer, with all running statistics."""
 
     @overload
     def sgd(
@@ -169,7 +182,8 @@ class Client(Protocol):
         ``stream`` says whose (0 for those of the first call).
 
         Several networks are trained as one: ``{"own": …, "small": …}``, by the names that
-        :meth:`Algorithm.networks` gives. The objective then gets a mapping of networks.
+        :meth:`Algorithm.networks` gives. The objective then gets a mapping of networks. Two models
+        of the client's own network are trained as one where ``networks`` gives the second a name.
 
         With ``training.optimizer_state: kept`` the n-th call of a round goes on with the state of
         the n-th call of the client's last round, so a method should make the same calls in each.
@@ -224,10 +238,23 @@ class Server:
     """A module of each architecture, for a server that trains (its own weights mean nothing)."""
     public_x: Tensor
     """The public set."""
+    head: Callable[[str], str] = lambda architecture: ""
+    """The name of an architecture's last layer, where the algorithm says ``needs_features``."""
 
     def random(self, purpose: str) -> np.random.Generator:
         """A stream of this round's own."""
         return numpy_stream(self.seed, f"server/{purpose}", round=self.round)
+
+
+Sends = Literal[
+    "nothing",
+    "outputs on public samples",
+    "class means",
+    "parts of networks",
+    "a second network",
+    "weights",
+]
+"""What clients send, from the least to the most: the order in which methods are listed."""
 
 
 DECLARED = {"first_message": "has_opening", "evaluation_message": "evaluated_with_server"}
@@ -238,6 +265,8 @@ class Algorithm(Component):
     """Base class of all algorithms. See the module's docstring for the contract."""
 
     registry: ClassVar[Registry[Algorithm]]
+    sends: ClassVar[Sends | None] = None
+    """What clients send, for a reader who chooses a method; the details are in :meth:`messages`."""
     needs_public_set: ClassVar[bool] = False
     trains_on_public_set: ClassVar[bool] = False
     """Whether clients' objectives get public mini-batches."""
@@ -272,8 +301,10 @@ class Algorithm(Component):
         return False
 
     def networks(self) -> Mapping[str, Any]:
-        """Networks beside the clients' own, by name: an architecture each. Clients may train and
-        keep them; those that only the server uses are named here too."""
+        """Networks beside the clients' own, by name: an architecture each, ``OWN`` for a second
+        model of whatever network the client has, or a :class:`Between` for one that takes
+        features. Clients may train and keep them; those that only the server uses are named here
+        too."""
         return {}
 
     def check(self, clients_per_round: int) -> None:
@@ -318,6 +349,20 @@ class Algorithm(Component):
 
 algorithms: Registry[Algorithm] = Registry("algorithm")
 Algorithm.registry = algorithms
+
+
+def needs(algorithm: type[Algorithm]) -> list[str]:
+    """What a method asks of clients and their networks, in words."""
+    asked = {
+        "a public set": algorithm.needs_public_set,
+        "validation samples": algorithm.uses_validation,
+        "features of one width": algorithm.shares_features,
+        "a last layer, the head": algorithm.needs_features,
+        "clients of one network": algorithm.sends == "weights",
+    }
+    if algorithm.shares_features:  # says the same, and more
+        del asked["a last layer, the head"]
+    return [words for words, needed in asked.items() if needed]
 
 
 def reference_algorithm() -> Algorithm:

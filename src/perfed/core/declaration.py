@@ -23,7 +23,7 @@ from torch import Tensor
 
 from perfed.core.errors import Refused
 from perfed.core.message import Message
-from perfed.core.network import head_tensors
+from perfed.core.network import base_of, head_tensors
 from perfed.core.tree import Weights, flatten
 
 TOLERANCE = 2**-7
@@ -261,16 +261,21 @@ class Array(Entry):
 
 @dataclass(frozen=True)
 class Model(Entry):
-    """The weights of a whole model: parameters, and running statistics."""
+    """The weights of a model: parameters, and running statistics. ``base``: without its head."""
 
     network: str = ""
     """Of another network than the client's own, which the algorithm names."""
+    part: Literal["all", "base"] = "all"
 
     def words(self) -> str:
-        return f"weights of {_network_words(self.network)}"
+        of = {"all": "", "base": "all but the head of "}[self.part]
+        return f"weights of {of}{_network_words(self.network)}"
 
     def leaves(self, path: str, message: Message, known: Known) -> dict[str, Leaf]:
-        return _as_they_are(flatten({"": known.model(self.network)}), path)
+        model = known.model(self.network)
+        if self.part == "base":
+            model = base_of(known.head(self.network), model)
+        return _as_they_are(flatten({"": model}), path)
 
 
 @dataclass(frozen=True)

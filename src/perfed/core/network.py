@@ -7,8 +7,10 @@ the network gives for ``x``. How the head is found is the business of :mod:`perf
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -16,6 +18,18 @@ from perfed.core.errors import ConfigError
 from perfed.core.inputs import precision_of
 from perfed.core.predictor import What
 from perfed.core.tree import Weights
+
+
+@dataclass(frozen=True)
+class Between:
+    """A network of a client's between its others: it takes the features of some of them, side by
+    side, and gives as many numbers as one of them has features. So clients of each architecture
+    have one of their own size. It stays with them: it never crosses."""
+
+    architecture: Any
+    takes: tuple[str, ...]
+    """The names of networks; a client's own is ``OWN``."""
+    gives: str
 
 
 def outputs(
@@ -53,10 +67,26 @@ def head_outputs(
     return logits.to(features.dtype)
 
 
+@torch.no_grad()
+def on_features(module: nn.Module, head: str | None, weights: Weights, features: Tensor) -> Tensor:
+    """What a network makes of features, in evaluation mode: its head, or all of it where it is
+    between others and has none."""
+    if head is None:
+        return outputs(module.eval(), "", weights.params | weights.buffers, features, "logits")
+    return head_outputs(module.eval(), head, weights.params, features)
+
+
 def head_tensors(head: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Those of a network's tensors that belong to its head, by their names there."""
     inside = f"{declared(head)}."
     return {name.removeprefix(inside): t for name, t in tensors.items() if name.startswith(inside)}
+
+
+def base_of(head: str, weights: Weights) -> Weights:
+    """A model without its head. Running statistics are all in the base: no head keeps any."""
+    inside = f"{declared(head)}."
+    params = {name: t for name, t in weights.params.items() if not name.startswith(inside)}
+    return weights._replace(params=params)
 
 
 def declared(head: str) -> str:
@@ -83,11 +113,23 @@ class Network:
     def params(self) -> dict[str, Tensor]:
         return self._weights.params
 
-    def at(self, params: dict[str, Tensor]) -> Network:
-        """The same network at other parameters; running statistics here are not moved by it."""
-        buffers = {name: b.clone() for name, b in self._weights.buffers.items()}
-        weights = Weights(params, buffers)
+    @property
+    def trained(self) -> dict[str, Tensor]:
+        """The parameters that training moves: those that the module does not freeze."""
+        free = {name for name, param in self._module.named_parameters() if param.requires_grad}
+        return {name: t for name, t in self._weights.params.items() if name in free}
+
+    def at(self, params: dict[str, Tensor], moves_statistics: bool = False) -> Network:
+        """The same network at other parameters. Running statistics here are not moved by it,
+        unless told so: where the model that is kept will be at those parameters."""
+        weights = self._weights_at(params, moves_statistics)
         return Network(self._module, weights, self._public_batchnorm, self._head)
+
+    def _weights_at(self, params: dict[str, Tensor], moves_statistics: bool) -> Weights:
+        buffers = self._weights.buffers
+        if not moves_statistics:
+            buffers = {name: b.clone() for name, b in buffers.items()}
+        return Weights(params, buffers)
 
     def with_params(self, some: Mapping[str, Tensor]) -> Network:
         """:meth:`at`, where only some parameters are others: the frozen ones stay."""

@@ -30,6 +30,9 @@ class Outputs(Protocol):
         """Logits or features, a row for each sample. ``network`` is the client's own, or a name
         that the algorithm gave to a second one."""
 
+    def on(self, features: Tensor, weights: Weights, network: str = OWN) -> Tensor:
+        """What a network's last layer makes of features; of one between others, all of it."""
+
 
 class Predictor(Protocol):
     """What ``Algorithm.models`` returns: :class:`Weights`, or one of the kinds below."""
@@ -177,7 +180,54 @@ class OfNetwork:
         return cls(Weights(tensors, {}), name.removeprefix(cls.marker))
 
 
-KINDS = (Mixture, ClassPrior, Adjusted, NearestPrototype, OfNetwork)  # a mixture may hold others
+@dataclass(frozen=True)
+class Spliced:
+    """The own network's head on features of two networks, side by side, after a third one that is
+    between these and the head."""
+
+    own: Weights
+    second: Weights
+    between: Weights
+    names: tuple[str, str]
+    """Of the second network, and of the one between."""
+    marker: ClassVar[str] = ":spliced:"
+
+    def logits(self, outputs: Outputs) -> Tensor:
+        second, between = self.names
+        features = [outputs(self.second, "features", second), outputs(self.own, "features")]
+        spliced = outputs.on(torch.cat(features, 1), self.between, between)
+        return outputs.on(spliced, self.own)
+
+    def tensors(self) -> dict[str, Tensor]:
+        parts = enumerate((self.own, self.second, self.between))
+        named = {f"{n}:{name}": t for n, part in parts for name, t in part.tensors().items()}
+        return named | {self.marker + ":".join(self.names): torch.zeros(0)}
+
+    def networks(self) -> list[tuple[Weights, str]]:
+        second, between = self.names
+        return [(self.second, second), (self.own, OWN), (self.between, between), (self.own, OWN)]
+
+    @classmethod
+    def from_tensors(cls, tensors: dict[str, Tensor]) -> Spliced:
+        (mark,) = [name for name in tensors if name.startswith(cls.marker)]
+        del tensors[mark]
+        second, between = mark.removeprefix(cls.marker).split(":")
+        parts: list[dict[str, Tensor]] = [{}, {}, {}]
+        for name, tensor in tensors.items():
+            number, _, inside = name.partition(":")
+            parts[int(number)][inside] = tensor
+        own, other, middle = (Weights(part, {}) for part in parts)
+        return cls(own, other, middle, (second, between))
+
+
+KINDS = (
+    Mixture,
+    ClassPrior,
+    Adjusted,
+    NearestPrototype,
+    OfNetwork,
+    Spliced,
+)  # a mixture may hold others
 
 
 def predictor_of(tensors: Mapping[str, Tensor]) -> Predictor:

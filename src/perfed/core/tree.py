@@ -146,7 +146,7 @@ def _levels(path: str) -> tuple[str, ...]:
 
 
 def unflatten(flat: Mapping[str, Tensor]) -> Tree:
-    """The inverse of :func:`flatten`; a level with ``params`` becomes a :class:`Weights`."""
+    """The inverse of :func:`flatten`; a level with parts of a model becomes a :class:`Weights`."""
     nested: Tree = {}
     for path, tensor in flat.items():
         *levels, leaf = _levels(path)
@@ -162,6 +162,7 @@ def unflatten(flat: Mapping[str, Tensor]) -> Tree:
 def _restore(node: Any) -> Any:
     if not isinstance(node, dict):
         return node
-    if "params" in node and isinstance(node["params"], dict):
-        return Weights(node["params"], node.get("buffers", {}), node.get("public_buffers", {}))
+    parts = [node.get(part, {}) for part in Weights._fields]
+    if all(isinstance(part, dict) for part in parts) and any(parts):
+        return Weights(*parts)  # where part of a model is kept, it may have no parameters
     return {name: _restore(value) for name, value in node.items()}

@@ -21,7 +21,7 @@ from perfed.core.algorithm import Objective, Predictor, Private, Public, free_pa
 from perfed.core.augmentation import CODES, augmented
 from perfed.core.errors import ConfigError
 from perfed.core.message import Message
-from perfed.core.network import head_outputs, head_tensors
+from perfed.core.network import base_of, head_outputs, head_tensors, on_features
 from perfed.core.predictor import What
 from perfed.core.streams import (
     random_bits,
@@ -290,7 +290,13 @@ class EngineClient:
 
     def label(self, network: str) -> str:
         """Of a network's architecture: the client's own, or one that the algorithm names."""
-        return self.architecture if network == OWN else self.population.named(network)
+        own: str = self.architecture
+        if network == OWN or network in self.population.second_models:
+            return own
+        return self.population.named(network, own)
+
+    def initial(self, network: str) -> Weights:
+        return self.population.initial_weights(self.label(network))
 
     # What networks say.
 
@@ -373,6 +379,9 @@ class EngineClient:
             raise ConfigError(f"'{self.architecture}' has another head than {sorted(head)}")
         return weights._replace(params=weights.params | new)
 
+    def base_of(self, weights: Weights) -> Weights:
+        return base_of(self.population.head(self.architecture), weights)
+
     # Training.
 
     def sgd(
@@ -440,6 +449,12 @@ class _Outputs:
         self.client.population.check_weights(self.client.label(network), weights)
         rows: Tensor = self.client.ask(Forward(self.client, weights, self.where, what, network))
         return rows
+
+    def on(self, features: Tensor, weights: Weights, network: str = OWN) -> Tensor:
+        population, label = self.client.population, self.client.label(network)
+        population.check_weights(label, weights)
+        head = None if network in population.between else population.head(label)
+        return on_features(population.modules[label], head, weights, features)
 
 
 def _same_entries(now: Tree, before: Tree) -> bool:

@@ -15,8 +15,10 @@ from perfed.core.admission import check
 from perfed.core.algorithm import Algorithm, Predictor
 from perfed.core.declaration import Known
 from perfed.core.errors import ConfigError, did_you_mean, shape_text
+from perfed.core.inputs import Inputs
 from perfed.core.message import Message
 from perfed.core.metrics import EVALUATED_ON, Samples, column_name, evaluate
+from perfed.core.network import Between
 from perfed.core.own_code import running, wrong_return
 from perfed.core.randomness import draws_numbers
 from perfed.core.schema import plain
@@ -85,13 +87,17 @@ class Population:
         self._own_initial = models.initial == "own"
         self.by_label = {label: architecture for architecture, label in labels.items()}
         self.extra = named_networks(algorithm, self.by_label)
+        self.second_models = {n for n, network in algorithm.networks().items() if network == OWN}
+        """Names of further models of a client's own network."""
         networks = self.by_label | self.extra
         self.inputs = inputs_for(networks.values(), federation.inputs)
         self.classes = federation.samples.classes
-        self.modules = {
-            label: build_module(architecture, self.inputs, self.classes).to(device)
+        self._shapes = {
+            label: (architecture, self.inputs, self.classes)
             for label, architecture in networks.items()
         }
+        """How each network is built: what it takes, and how many numbers it gives."""
+        self.modules = {label: build_module(*how).to(device) for label, how in self._shapes.items()}
         self._check_batches()
         self._check_augmentation()
         self._heads: dict[str, tuple[str, int]] = {}
@@ -99,6 +105,10 @@ class Population:
         self._forward_flops: dict[str, int] = {}
         if algorithm.needs_features:
             self._find_heads()
+        self.between = networks_between(algorithm)
+        self._between_of: dict[str, str] = {}
+        """The architecture of the clients that have it, by the label of a network between."""
+        self._build_between()
         self._initial: dict[tuple[str, int], Weights] = {}
         self._window = None if federation.distant is None else Window(federation, device)
         self.records = ClientStore(device) if store is None else store
@@ -128,18 +138,38 @@ class Population:
             self._heads[label] = find_head(architecture, self.modules[label], self.inputs)
         check_one_width(self.algorithm, {label: self.width(label) for label in self.by_label})
 
+    def _build_between(self) -> None:
+        """Networks that take features, one for each architecture of clients."""
+        for name, between in self.between.items():
+            for own in self.by_label:
+                label = self.named(name, own)
+                self._between_of[label] = own
+                self._shapes[label] = sized(between, partial(self._width_of, own))
+                self.modules[label] = build_module(*self._shapes[label]).to(self.device)
+
+    def _width_of(self, own: str, network: str) -> int:
+        label = own if network == OWN else self.named(network, own)
+        if not self.width(label):
+            raise ConfigError(
+                "an algorithm with a network between features must say so: needs_features = True",
+                "algorithm",
+            )
+        return self.width(label)
+
     @cached_property
     def most_steps(self) -> int:
         """Training steps a round of the client that makes most of them."""
         sizes = self.federation.train_sizes
         return self.training.steps_of(int(max(sizes))) if len(sizes) else 0
 
-    def named(self, network: str) -> str:
-        """The label of a network beside the clients' own."""
+    def named(self, network: str, own: str) -> str:
+        """The label of a network beside the own one of a client."""
+        if network in self.between:
+            return f"{network} of {own}"
         if network not in self.extra:
             raise ConfigError(
                 f"'{self.algorithm.registered_name}' has no network '{network}'"
-                + did_you_mean(network, [OWN, *self.extra]),
+                + did_you_mean(network, [OWN, *self.second_models, *self.extra, *self.between]),
                 "algorithm",
             )
         return network
@@ -155,8 +185,22 @@ class Population:
     def draws_numbers(self, label: str) -> bool:
         """Whether a network draws random numbers while it trains."""
         if label not in self._draws_numbers:
-            self._draws_numbers[label] = draws_numbers(self.modules[label], self.x[:4])
+            self._draws_numbers[label] = draws_numbers(self.modules[label], self.few(label))
         return self._draws_numbers[label]
+
+    def few(self, label: str) -> Tensor:
+        """A few samples, or features, to try a network with."""
+        inputs = self._shapes[label][1]
+        if inputs is self.inputs:
+            return self.x[:4]
+        values = torch.linspace(-1, 1, 4 * inputs.shape[0], device=self.device)
+        return values.view(4, *inputs.shape)
+
+    def holders(self, label: str) -> int:
+        """How many clients may have such a network: one beside their own may be anybody's."""
+        if label in self.extra:
+            return len(self.architectures)
+        return self.architectures.count(self._between_of.get(label, label))
 
     def is_large(self, labels: Iterable[str]) -> bool:
         """Whether a client's training step with these networks keeps a core busy."""
@@ -172,7 +216,7 @@ class Population:
     def forward_flops(self, label: str) -> int:
         """Of one sample."""
         if label not in self._forward_flops:
-            one = self.inputs.zeros(1, self.device)
+            one = self._shapes[label][1].zeros(1, self.device)
             self._forward_flops[label] = forward_flops(self.modules[label], one)
         return self._forward_flops[label]
 
@@ -341,14 +385,7 @@ class Population:
         return self._initial[key]
 
     def _draw_weights(self, architecture: str, *, client: int = -1, number: int = 0) -> Weights:
-        initial = initial_weights(
-            (self.by_label | self.extra)[architecture],
-            self.inputs,
-            self.classes,
-            self.seed,
-            client,
-            number,
-        )
+        initial = initial_weights(*self._shapes[architecture], self.seed, client, number)
         weights = with_public_statistics(initial, self.algorithm, self.training).clone()
         return Weights(*({n: t.to(self.device) for n, t in part.items()} for part in weights))
 
@@ -417,13 +454,28 @@ def first_seen(values: np.ndarray) -> list[int]:
 
 
 def named_networks(algorithm: Algorithm, labels: Container[str]) -> dict[str, Architecture]:
-    """The networks an algorithm has beside the clients' own, whose labels are given."""
+    """The networks an algorithm has beside the clients' own, whose labels are given, and which
+    take samples."""
     networks: dict[str, Architecture] = {}
     for name, architecture in algorithm.networks().items():
         if name == OWN or name in labels:
             raise ConfigError(f"'{name}' is the name of a client's network: choose another")
-        networks[name] = architectures.build(plain(architecture))
+        if architecture != OWN and not isinstance(architecture, Between):
+            networks[name] = architectures.build(plain(architecture))
     return networks
+
+
+def networks_between(algorithm: Algorithm) -> dict[str, Between]:
+    """Those that take features."""
+    found = algorithm.networks().items()
+    return {name: network for name, network in found if isinstance(network, Between)}
+
+
+def sized(between: Between, width: Callable[[str], int]) -> tuple[Architecture, Inputs, int]:
+    """How a network between others is built, by the width of each of these."""
+    taken = sum(width(network) for network in between.takes)
+    architecture = architectures.build(plain(between.architecture))
+    return architecture, Inputs((taken,)), width(between.gives)
 
 
 def changed_records(jobs: Sequence[Job]) -> dict[int, ClientRecord]:

@@ -429,6 +429,7 @@ class FederatedRun(Coordinator):
             self._networks.initial,
             self._networks,
             self._public_x,
+            self._networks.head,
         )
 
     def info(self, client: int) -> ClientInfo:

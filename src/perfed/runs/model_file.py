@@ -38,10 +38,14 @@ class PredictorModule(nn.Module):
             predictor = predictor_of(tensors)
         except (LookupError, ValueError, TypeError, RuntimeError) as error:
             raise RunError(f"the file holds no model: {error}") from None
+        made: dict[int, tuple[nn.Module, str]] = {}  # a network may be asked for twice
         for weights, network in predictor.networks():
-            module, head = make(network)
+            if id(weights) not in made:
+                module, head = make(network)
+                made[id(weights)] = filled(module, weights.params), head
+            module, head = made[id(weights)]
             self._heads.append(head)
-            self.networks.append(filled(module, weights.params))
+            self.networks.append(module)
 
     def forward(self, x: Tensor) -> Tensor:
         marks = {name: self.get_buffer(f"mark{n}") for n, name in enumerate(self._marks)}
@@ -63,6 +67,12 @@ class _Given:
         module, head = next(self.networks)
         tensors = dict(module.named_parameters()) | dict(module.named_buffers())
         return outputs(module, head, tensors, self.x, what)
+
+    def on(self, features: Tensor, weights: Weights, network: str = OWN) -> Tensor:
+        module, head = next(self.networks)
+        layer = module.get_submodule(head) if head else module
+        made: Tensor = layer(features)
+        return made
 
 
 def module_of(tensors: Mapping[str, Tensor], make: Make) -> nn.Module:

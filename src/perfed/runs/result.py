@@ -13,8 +13,10 @@ from perfed.config import Experiment
 from perfed.core.errors import RunError
 from perfed.core.inputs import Inputs
 from perfed.core.layout import Table
+from perfed.core.network import Between
 from perfed.core.tree import OWN
-from perfed.models import architectures, build_module
+from perfed.engines.population import sized
+from perfed.models import architectures, build_module, find_head
 from perfed.runs.directory import FEDERATION, RunDirectory
 from perfed.runs.drawing import drawing
 from perfed.runs.model_file import load_with
@@ -158,10 +160,19 @@ class Result:
             raise RunError(f"client {client} has no {kind} model, only {', '.join(files)}")
         known = {OWN: index["architectures"][entry["architecture"]]} | index.get("networks", {})
 
-        def make(network: str) -> tuple[nn.Module, str]:
+        between = {name: Between(**one) for name, one in index.get("between", {}).items()}
+        vocabulary = index.get("vocabulary", 0)  # earlier versions had numbers alone
+        inputs = Inputs.with_vocabulary(index["input_shape"], vocabulary)
+
+        def width(network: str) -> int:
             architecture = architectures.build(known[network])
-            vocabulary = index.get("vocabulary", 0)  # earlier versions had numbers alone
-            inputs = Inputs.with_vocabulary(index["input_shape"], vocabulary)
+            module = build_module(architecture, inputs, index["classes"])
+            return find_head(architecture, module, inputs)[1]
+
+        def make(network: str) -> tuple[nn.Module, str]:
+            if network in between:
+                return build_module(*sized(between[network], width)), ""
+            architecture = architectures.build(known[network])
             module = build_module(architecture, inputs, index["classes"])
             return module, architecture.head_in(module)
 

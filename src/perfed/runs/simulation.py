@@ -285,6 +285,14 @@ class Simulation(Coordinator):
                     for label, architecture in self.population.by_label.items()
                 },
                 "networks": {name: plain(a) for name, a in self.population.extra.items()},
+                "between": {
+                    name: {
+                        "architecture": plain(b.architecture),
+                        "takes": b.takes,
+                        "gives": b.gives,
+                    }
+                    for name, b in self.population.between.items()
+                },
                 "clients": [
                     {
                         "architecture": self.population.architectures[client],
@@ -356,6 +364,7 @@ class Simulation(Coordinator):
             self.population.initial_weights,
             self.population.modules,
             self.population.public_x,
+            self.population.head,
         )
 
     def info(self, client: int) -> ClientInfo:

@@ -112,9 +112,7 @@ class StackedEngine(LocalEngine):
         self.recordings.clear()  # they look at the samples there were
         total = len(population.architectures)
         for label in population.modules:
-            # A network beside the clients' own may be anybody's.
-            holders = total if label in population.extra else population.architectures.count(label)
-            share = -(-holders * clients_a_round // total)
+            share = -(-population.holders(label) * clients_a_round // total)
             self._expected[label] = self._expected.get(label, 0) + share
 
     def perform_jobs(self, jobs: Sequence[Job]) -> list[Any]:
@@ -165,7 +163,9 @@ class StackedEngine(LocalEngine):
     def module_of(self, population: Population, architecture: str) -> StackedModule:
         if architecture not in self._modules:
             module = StackedModule(
-                population.modules[architecture], population.x[:4], population.head(architecture)
+                population.modules[architecture],
+                population.few(architecture),
+                population.head(architecture),
             )
             self._modules[architecture] = module
             if module.obstacle is not None:

@@ -216,9 +216,8 @@ class StackedNetwork(Network):
         self._together = together
         self._logits: tuple[Tensor, Tensor] | None = None
 
-    def at(self, params: dict[str, Tensor]) -> Network:
-        buffers = {name: b.clone() for name, b in self._weights.buffers.items()}
-        weights = Weights(params, buffers)
+    def at(self, params: dict[str, Tensor], moves_statistics: bool = False) -> Network:
+        weights = self._weights_at(params, moves_statistics)
         return StackedNetwork(self._stacked, weights, self._public_batchnorm, {}, [])
 
     def __call__(self, x: Tensor) -> Tensor:
