@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from perfed.core.averaging import weighted_average as weighted_average
+from perfed.core.averaging import weighted_average
 from perfed.core.declaration import Messages
 from perfed.core.message import Message
 from perfed.core.network import Between, Network
