@@ -4,10 +4,10 @@
         --peer fedjax=/path/to/fedjax:/path/to/venv/bin/python --work fedavg --work mlp
 
 A peer is NAME[/VARIANT][@LABEL]=SOURCE[:PYTHON]: an adapter ``benchmarks/peers/drive_NAME.py``,
-what it is told (perfed: an engine, a precision or both, ``perfed/stacked-bf16``; others: ``tf32``,
-or nothing for float32), a label where two would have the same name, the folder of its source, and
-the Python that has what it needs. Nothing of theirs is in this repository. The first peer is the
-one that the others are compared with.
+what it is told (perfed: an engine, a precision or both, ``perfed/stacked-bf16``, or ``mapped`` for
+samples that stay on disk; others: ``tf32``, or nothing for float32), a label where two would have
+the same name, the folder of its source, and the Python that has what it needs. Nothing of theirs is
+in this repository. The first peer is the one that the others are compared with.
 
 Every peer is a process of its own and waits while another has its turn. All have the same arrays,
 start from the same weights, take the same number of steps with as many threads; at the end the

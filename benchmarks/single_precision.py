@@ -3,7 +3,8 @@
     python benchmarks/single_precision.py --out benchmarks/results/single_precision_h200.json
 
 With ``--steps benchmarks/results/networks_h200.json`` steps are not measured, but taken from a
-record of ``networks.py``.
+record of ``networks.py``. With ``--networks vit`` only that one is measured, in seconds; what a
+record at ``--out`` says of other networks stays there.
 
 The floor of a network: of each convolution, linear layer and attention, the forward pass and the
 gradients, for ten clients with 64 samples each. Every pass counts with the fastest of these ways:
@@ -254,11 +255,14 @@ def main() -> None:
     parser.add_argument("--steps", type=Path)
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
+    here = environment(DEVICE)
     record: dict[str, Any] = {"clients": CLIENTS, "batch": BATCH, "wanted": WANTED, "networks": {}}
-    record["environment"] = environment(DEVICE)
+    record["environment"] = here
+    if arguments.out and arguments.out.is_file():
+        record = json.loads(arguments.out.read_text("utf-8"))
     for name in arguments.networks:
         network = NETWORKS[name]
-        record["networks"][name] = {"title": network.title, "precisions": {}}
+        record["networks"][name] = {"title": network.title, "environment": here, "precisions": {}}
         for precision in ("float32", "tf32"):
             rows = list(floor(network, precision))
             least = sum(row["ms"] * row["count"] for row in rows)

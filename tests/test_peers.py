@@ -78,8 +78,9 @@ def test_cpu_seconds_are_those_of_all_descendants(inside: None) -> None:
         child.communicate(b"\n")
 
 
+@pytest.mark.parametrize("variant", ["sequential", "mapped-sequential"])
 def test_perfed_as_a_peer_starts_from_the_shared_weights_and_learns(
-    inside: None, tmp_path: Path
+    inside: None, tmp_path: Path, variant: str
 ) -> None:
     from dataclasses import replace
 
@@ -91,7 +92,9 @@ def test_perfed_as_a_peer_starts_from_the_shared_weights_and_learns(
     prepare(small, tmp_path, "cpu", 1)
     work = Work.read(tmp_path)
     assert [len(y) for _, y in work.train] == [16] * 4  # one epoch is the steps
-    peer = Peer(work, "sequential", "")
+    peer = Peer(work, variant, "")
+    assert peer.simulation.federation.train_sizes.tolist() == [16] * 4
+    assert peer.simulation.population.has_all_samples == (variant == "sequential")
     before = peer.models()["global"][0]
     assert all((before[name] == array).all() for name, array in work.initial().items())
     assert peer.counted_round() == 8

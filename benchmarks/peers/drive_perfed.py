@@ -1,4 +1,6 @@
-"""perfed itself. The variant is an engine, a precision, or both: ``stacked-bf16``."""
+"""perfed itself. The variant is an engine, a precision, or both: ``stacked-bf16``. With the word
+``mapped`` clients' samples stay on disk until their clients are selected; which of its samples a
+client trains with is then drawn anew."""
 
 from __future__ import annotations
 
@@ -27,12 +29,16 @@ class Peer:
     def __init__(self, work: Work, variant: str, source: str) -> None:
         said = variant.split("-") if variant else []
         engine = next((word for word in said if word in ENGINES), "auto")
-        precision = next((word for word in said if word not in ENGINES), "auto")
+        mapped = "mapped" in said
+        precision = next((word for word in said if word not in (*ENGINES, "mapped")), "auto")
         torch.set_num_threads(work.threads)
         how = {"engine": engine, "precision": precision, "device": work.device}
         self.work = work
+        assert work.experiment is not None
+        on_disk = {"name": "mapped", "path": str(work.folder / "mapped")}
+        experiment = work.experiment | ({"data": on_disk, "partition": "given"} if mapped else {})
         self.simulation = Simulation(
-            from_mapping(Experiment, work.experiment), how=from_mapping(Execution, how)
+            from_mapping(Experiment, experiment), how=from_mapping(Execution, how)
         )
         self._open = ExitStack()
         self._open.enter_context(cpu_threads(fitting_threads(self.simulation.population)))

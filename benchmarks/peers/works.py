@@ -18,12 +18,14 @@ from torch import nn
 
 from perfed.config import Experiment
 from perfed.core.schema import from_mapping
+from perfed.data import Federation
 from perfed.engines import Execution
 from perfed.runs.simulation import Simulation
 
 HTFE8 = "htfe8"  # of perfed
 NETWORKS = Path(__file__).with_name("networks.py")
 CLASSES = 10
+MAPPED = "mapped"  # a folder beside the others' files
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,7 @@ def prepare(workload: Workload, folder: Path, device: str, threads: int) -> list
             y=federation.samples.y[where],
             ends=np.cumsum([len(one) for one in held]),
         )
+    write_mapped(federation, folder / MAPPED)
     clusters = workload.algorithm.get("clusters", 1)
     population = simulation.population
     for network, label in enumerate(population.by_label):
@@ -160,6 +163,17 @@ def prepare(workload: Workload, folder: Path, device: str, threads: int) -> list
     }
     (folder / "work.json").write_text(json.dumps(said))
     return [population.modules[label] for label in population.architectures]
+
+
+def write_mapped(federation: Federation, folder: Path) -> None:
+    """The same samples on disk, client by client, as ``data: mapped`` reads them."""
+    parts = ("train", "validation", "test")
+    held = [np.concatenate([getattr(one, part) for part in parts]) for one in federation.splits]
+    where = np.concatenate(held)
+    folder.mkdir()
+    np.save(folder / "x.npy", federation.samples.x[where])
+    np.save(folder / "y.npy", federation.samples.y[where])
+    np.save(folder / "sizes.npy", np.array([len(one) for one in held]))
 
 
 def samples(workload: Workload) -> tuple[np.ndarray, np.ndarray]:

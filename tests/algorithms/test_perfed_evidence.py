@@ -25,7 +25,7 @@ from perfed.core.algorithm import Adjusted, Mixture
 from perfed.core.errors import ConfigError, RunError
 from perfed.core.message import Message
 from perfed.core.streams import stream_key, uniform_indices
-from perfed.core.tree import Weights, combine
+from perfed.core.tree import Weights
 from perfed.data import build_federation
 from perfed.engines.base import ClientRecord
 from perfed.runs.model_file import PredictorModule, module_of
@@ -401,7 +401,8 @@ def test_a_student_goes_on_where_it_was() -> None:
     )
     population = simulation.population
     client, record = next((k, r) for k, r in population.records.items() if r.state)
-    forgetful = combine([record.state["student"]], lambda tensors: torch.zeros_like(tensors[0]))
+    student: Weights = record.state["student"]
+    forgetful = Weights(*({n: torch.zeros_like(t) for n, t in part.items()} for part in student))
     population.commit({client: ClientRecord(record.weights, record.state | {"student": forgetful})})
     message = Message(evidence=torch.zeros(30, 10), gains=gains_of((0, 0), 0.0))
     _, records = run_task(population, simulation.algorithm.client_round, {client: message}, 1)

@@ -1,7 +1,18 @@
+import math
+
+import pytest
 import torch
 from torch import Tensor
 
-from perfed.core.tree import Weights, _in_memory_order, flatten, unflatten
+from perfed.core.tree import (
+    SMALL,
+    Weights,
+    _in_memory_order,
+    extremes,
+    find_not_finite,
+    flatten,
+    unflatten,
+)
 
 
 def test_numbers_without_gaps_are_seen_as_they_lie() -> None:
@@ -18,6 +29,31 @@ def test_numbers_with_gaps_are_all_there() -> None:
     lying = torch.arange(24.0)
     for tensor in (lying.view(4, 6)[:, 1:3].mT, lying[::5], lying[:3].expand(2, 3)):
         assert sorted(_in_memory_order(tensor).tolist()) == sorted(tensor.flatten().tolist())
+
+
+def test_extremes_of_small_and_of_large_tensors() -> None:
+    random = torch.Generator().manual_seed(0)
+    singles = [torch.randn(n, generator=random) for n in (3, SMALL, SMALL + 1)]
+    singles += [torch.randn(2, 5, generator=random).mT, torch.tensor(-9.0)]
+    doubles = [torch.tensor([2.0, 5.0]).double()]
+    for where in range(len(singles)):  # the largest is in each of them once
+        singles[where] = singles[where] + 10 * (where + 1)
+        found = [(f.dtype, float(f.min()), float(f.max())) for f in extremes(singles + doubles)]
+        joined = torch.cat([tensor.flatten() for tensor in singles])
+        assert found == [
+            (torch.float32, float(joined.min()), float(joined.max())),
+            (torch.float64, 2.0, 5.0),
+        ]
+
+
+@pytest.mark.parametrize("size", [1, 7, SMALL, SMALL + 1])
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_what_is_not_finite_is_found_wherever_it_is(size: int, value: float) -> None:
+    broken = torch.zeros(size)
+    broken[size // 2] = value
+    fine = [("a", torch.ones(3)), ("b", torch.ones(SMALL + 5))]
+    assert find_not_finite({1: fine}) is None
+    assert find_not_finite({1: fine, 2: [*fine, ("c", broken)]}) == (2, "c")
 
 
 def test_a_part_of_a_model_comes_back_as_it_was() -> None:

@@ -138,6 +138,22 @@ def test_mapped_arrays_give_what_arrays_in_memory_give(how: Execution, tmp_path:
     np.testing.assert_equal(*numbers)
 
 
+@pytest.mark.skipif(not Path("/proc/self/smaps").is_file(), reason="Linux says what is in memory")
+def test_mapped_arrays_that_were_read_do_not_stay_in_memory(tmp_path: Path) -> None:
+    x = np.random.default_rng(0).random((1000, 4096), np.float32)
+    np.save(tmp_path / "x.npy", x)
+    np.save(tmp_path / "y.npy", np.arange(1000) % 3)
+    np.save(tmp_path / "sizes.npy", np.full(100, 10))
+    data = Mapped(str(tmp_path)).client_data(0, 100)
+    for client in range(100):
+        own, _ = data.client(client)
+        np.testing.assert_array_equal(own, x[10 * client : 10 * client + 10])
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    (start,) = [n for n, line in enumerate(lines) if line.endswith(str(tmp_path / "x.npy"))]
+    (resident,) = [line for line in lines[start : start + 6] if line.startswith("Rss:")]
+    assert int(resident.split()[1]) < x.nbytes / 1024 / 4
+
+
 def test_mapped_arrays_are_not_sent_but_read_again(tmp_path: Path) -> None:
     written(tmp_path / "mapped")
     data = Mapped(str(tmp_path / "mapped")).client_data(0, 9)

@@ -8,7 +8,7 @@ import json
 import logging
 import random
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,12 @@ from perfed.engines.stacked import engine as stacked_engine_module
 from perfed.engines.stacked.alone import LoneModule, channels_last
 from perfed.engines.stacked.engine import JobStreams
 from perfed.engines.stacked.plan import Plan
-from perfed.engines.stacked.recorded import TapedForward, TapedTraining, without_collection
+from perfed.engines.stacked.recorded import (
+    RecordedForward,
+    TapedForward,
+    TapedTraining,
+    without_collection,
+)
 from perfed.engines.stacked.requests import objective_key
 from perfed.engines.stacked.stack import DICE, StackedModule, stack_tensors
 from perfed.runs.simulation import Simulation
@@ -354,6 +359,35 @@ def test_a_client_that_memory_does_not_hold_ends_the_run_in_a_line(
         simulation.play_round(0, Channel())
 
 
+def test_the_places_of_a_recording_share_one_models_samples(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A model that all clients ask about has three places: each computes a third."""
+    seen: list[tuple[int, int]] = []
+    run = RecordedForward.run
+
+    def noted(self: RecordedForward, tensors: Mapping[str, Tensor], where: Tensor) -> Tensor:
+        seen.append((where.shape[0], where.shape[1]))
+        return run(self, tensors, where)
+
+    monkeypatch.setattr(RecordedForward, "run", noted)
+    size = {"clients": 6, "clients_per_round": 3}
+    experiment = tiny(models=["mlp"], algorithm="fedavg", **size)
+    recorded = play(recording(experiment))
+    messages = recorded.evaluation_messages(9)
+    seen.clear()
+    columns = recorded.population.evaluate(messages, 9)
+    ((places, longest),) = seen
+    total = recorded.federation.test_sizes.sum()
+    total += sum(len(recorded.federation.evaluated(k, "validation")) for k in range(6))
+    assert places == 3
+    assert longest < total / 2
+    reference = play(Simulation(experiment, how=SEQUENTIAL))
+    expected = reference.population.evaluate(reference.evaluation_messages(9), 9)
+    for name, column in expected["global"].items():
+        np.testing.assert_allclose(columns["global"][name], column, rtol=1e-4, atol=1e-6)
+
+
 def test_nothing_is_recorded_again_for_another_size_or_rate() -> None:
     training = {"steps": 2, "decay": 0.5}
     simulation = recording(tiny(models=MIXED, training=training, clients=12, clients_per_round=5))
@@ -615,8 +649,9 @@ def draws(streams: JobStreams, turns: list[int], gpu: torch.Generator) -> list[A
     """A number of each generator, turn by turn."""
     drawn = []
     for number in turns:
-        with streams.turn(number):
-            drawn.append((float(torch.rand(1)), float(torch.rand(1, generator=gpu))))
+        streams.begin(number)
+        drawn.append((float(torch.rand(1)), float(torch.rand(1, generator=gpu))))
+        streams.pause(number)
     return drawn
 
 

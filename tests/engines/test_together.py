@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import _thread
-import contextlib
 import os
 import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -19,8 +18,28 @@ from perfed.engines.stacked.together import _Thread, perform_together
 Ask = Callable[[Any], Any]
 
 
-def alone(number: int) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()
+class Plain:
+    """Nothing to be done around a job's turns."""
+
+    def begin(self, number: int) -> None: ...
+
+    def pause(self, number: int) -> None: ...
+
+
+class Noted:
+    """Whose turn it is."""
+
+    def __init__(self) -> None:
+        self.inside: list[int] = []
+
+    def begin(self, number: int) -> None:
+        self.inside.append(number)
+
+    def pause(self, number: int) -> None:
+        self.inside.remove(number)
+
+
+alone = Plain()
 
 
 def test_requests_are_answered_together_and_each_gets_its_own() -> None:
@@ -44,24 +63,21 @@ def test_requests_are_answered_together_and_each_gets_its_own() -> None:
 
 
 def test_only_one_runs_at_a_time_inside_its_turn() -> None:
-    inside: list[int] = []
-
-    @contextlib.contextmanager
-    def turn(number: int) -> Iterator[None]:
-        inside.append(number)
-        yield
-        inside.pop()
+    turns, ran = Noted(), list[int]()
 
     def work(number: int) -> Callable[[Ask], None]:
         def run(ask: Ask) -> None:
             for _ in range(3):
-                assert inside == [number]
+                assert turns.inside == [number]
+                ran.append(number)
                 ask(None)
-            assert inside == [number]
+            assert turns.inside == [number]
+            turns.pause(number)
 
         return run
 
-    perform_together([work(n) for n in range(5)], lambda requests: [None] * len(requests), turn)
+    perform_together([work(n) for n in range(5)], lambda requests: [None] * len(requests), turns)
+    assert ran == [0, 1, 2, 3, 4] * 3
 
 
 class Broken(Exception):
@@ -147,3 +163,23 @@ def test_an_interrupt_in_the_middle_of_a_turn_ends_all_jobs() -> None:
             assert len(ended) == len(begun) > 0
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_a_job_that_asks_while_it_is_ended_ends_all_the_same() -> None:
+    ended: list[int] = []
+
+    def work(ask: Ask) -> None:
+        try:
+            ask(1)
+        finally:
+            ask(2)
+            ended.append(1)  # not reached: nobody answers any more
+
+    def answer(requests: Sequence[int]) -> list[None]:
+        raise Broken
+
+    idle = len(_Thread.idle)
+    with pytest.raises(Broken):
+        perform_together([work] * 3, answer, alone)
+    assert not ended
+    assert len(_Thread.idle) >= max(idle, 3)

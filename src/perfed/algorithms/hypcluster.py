@@ -65,12 +65,11 @@ class HypCluster(Algorithm):
     def merge(self, server: Server, state: Tree, replies: Sequence[Reply]) -> Tree:
         state = dict(state)
         for architecture, group in by_architecture(replies).items():
-            models = dict(state[architecture])
-            for cluster in models:
-                members = [r for r in group if int(r.message["cluster"]) == int(cluster)]
-                if members:
-                    models[cluster] = mean_model(members)
-            state[architecture] = models
+            members: dict[str, list[Reply]] = {}
+            for reply in group:
+                members.setdefault(str(int(reply.message["cluster"])), []).append(reply)
+            means = {cluster: mean_model(own) for cluster, own in members.items()}
+            state[architecture] = state[architecture] | means
         return state
 
     def evaluation_message(self, server: Server, state: Tree, client: ClientInfo) -> Message:

@@ -21,18 +21,17 @@ may train many clients as one batch.
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol, TypeVar, overload
+from typing import Any, ClassVar, Literal, Protocol, overload
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from perfed.core.averaging import weighted_average
 from perfed.core.declaration import Messages
-from perfed.core.errors import ConfigError
 from perfed.core.message import Message
 from perfed.core.network import Between, Network
 from perfed.core.predictor import (
@@ -46,7 +45,7 @@ from perfed.core.predictor import (
 )
 from perfed.core.registry import Component, Registry
 from perfed.core.streams import numpy_stream
-from perfed.core.tree import OWN, Tree, Weights, combine
+from perfed.core.tree import OWN, Tree, Weights
 
 __all__ = [
     "OWN",
@@ -374,35 +373,6 @@ def reference_algorithm() -> Algorithm:
 def supervised(model: Network, private: Private, public: Public | None, *inputs: Any) -> Tensor:
     """The plain objective: cross-entropy on the private mini-batch."""
     return torch.nn.functional.cross_entropy(model(private.x), private.y)
-
-
-Averaged = TypeVar("Averaged", Weights, dict[str, Any], Tensor)
-
-
-def weighted_average(trees: Sequence[Averaged], amounts: Sequence[float]) -> Averaged:
-    """The mean of models, parameters and buffers alike, or of parts of models, or of any trees of
-    tensors that have the same names, in proportion to ``amounts``."""
-    if not all(0 <= amount < math.inf for amount in amounts) or not sum(amounts):
-        found = ", ".join(f"{float(amount):g}" for amount in amounts[:5])
-        raise ConfigError(
-            f"weighted_average by amounts {found}: each must be at least 0, and one of them more"
-        )
-    average: Averaged = _average(trees, [amount / sum(amounts) for amount in amounts])
-    return average
-
-
-def _average(trees: Sequence[Any], shares: Sequence[float]) -> Any:
-    first = trees[0]
-    if isinstance(first, Weights):
-        return combine(trees, lambda tensors: _average(tensors, shares))
-    if isinstance(first, Mapping):
-        return {name: _average([tree[name] for tree in trees], shares) for name in first}
-    total = torch.zeros_like(first, dtype=torch.float64)
-    scaled = torch.empty_like(total)  # in place: new memory for every client costs more than sums
-    for share, tensor in zip(shares, trees, strict=True):
-        total += scaled.copy_(tensor).mul_(share)
-    whole = not first.is_floating_point()  # BatchNorm's count of batches
-    return (total.round() if whole else total).to(first.dtype)
 
 
 def free_parameters(module: nn.Module) -> set[str]:

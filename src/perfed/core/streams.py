@@ -10,6 +10,7 @@ function of the stream's key and *i*.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
@@ -55,16 +56,21 @@ def uniform_indices_each(
     keys: Sequence[int], shape: tuple[int, ...], bounds: Sequence[int], device: torch.device
 ) -> Tensor:
     """The draws of several streams, one after another along the first dimension."""
-    count = int(np.prod(shape))
-    bound = torch.tensor(bounds, dtype=torch.int64, device=device)[:, None]
-    bits = random_bits(torch.tensor(keys, dtype=torch.int64, device=device), count)
-    return (bits % bound).reshape(len(keys), *shape)  # the modulo's bias is below bound / 2**63
+    both = torch.tensor([keys, bounds], dtype=torch.int64).to(device)
+    return uniform_indices_of(both[0], shape, both[1])
+
+
+def uniform_indices_of(keys: Tensor, shape: tuple[int, ...], bounds: Tensor) -> Tensor:
+    """The same, of keys and bounds that are on the device."""
+    bits = random_bits(keys, math.prod(shape))
+    # The modulo's bias is below bound / 2**63.
+    return (bits % bounds[:, None]).reshape(len(keys), *shape)
 
 
 def random_bits(keys: Tensor, count: int) -> Tensor:
     """``count`` draws of each stream, of 63 bits, along a new last dimension."""
     counter = torch.arange(1, count + 1, dtype=torch.int64, device=keys.device)
-    return _mixed(keys[..., None] + counter * _GOLDEN) & _MASK_63
+    return _mixed(keys[..., None] + counter.mul_(_GOLDEN)).bitwise_and_(_MASK_63)
 
 
 def substream(keys: Tensor, number: int) -> Tensor:
@@ -92,12 +98,14 @@ BITS = 63
 _MASK_63 = (1 << BITS) - 1
 
 
-def _shift_right(z: Tensor, bits: int) -> Tensor:
-    return (z >> bits) & ((1 << (64 - bits)) - 1)  # logical: without copies of the sign bit
+def _folded(z: Tensor, bits: int) -> Tensor:
+    """``z`` with its own bits, shifted to the right, laid over it."""
+    shifted = (z >> bits).bitwise_and_((1 << (64 - bits)) - 1)  # without copies of the sign bit
+    return shifted.bitwise_xor_(z)
 
 
 def _mixed(z: Tensor) -> Tensor:
     """SplitMix64's finaliser: every bit of the result depends on every bit of ``z``."""
-    z = (z ^ _shift_right(z, 30)) * _signed(0xBF58476D1CE4E5B9)
-    z = (z ^ _shift_right(z, 27)) * _signed(0x94D049BB133111EB)
-    return z ^ _shift_right(z, 31)
+    z = _folded(z, 30).mul_(_signed(0xBF58476D1CE4E5B9))
+    z = _folded(z, 27).mul_(_signed(0x94D049BB133111EB))
+    return _folded(z, 31)

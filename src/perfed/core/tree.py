@@ -17,6 +17,8 @@ from torch import Tensor
 
 from perfed.core.errors import ConfigError
 
+SMALL = 1 << 14
+"""Numbers in a tensor up to which a CPU takes longer to begin an operation than to do it."""
 OWN = "own"
 """The name of a client's own network, where an algorithm gives it a second one."""
 
@@ -66,31 +68,28 @@ def inner_product(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> Te
     return torch.stack([(left[name] * right[name]).sum() for name in left]).sum()
 
 
-def combine(models: Sequence[Weights], function: Callable[[Sequence[Tensor]], Tensor]) -> Weights:
-    """A model made, tensor by tensor, from the corresponding tensors of several."""
-    return Weights(
-        *(
-            {name: function([part[name] for part in parts]) for name in parts[0]}
-            for parts in zip(*models, strict=True)
-        )
-    )
-
-
 def extremes(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     """The smallest and the largest of all floating numbers, of each device and type; where one is
-    not a number, that. It takes no memory to find them, unlike to ask each number."""
+    not a number, that. It takes little memory to find them, unlike to ask each number."""
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         if tensor.is_floating_point() and tensor.numel():
             groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     for (device, _), group in groups.items():
-        if device.type != "cpu":  # few kernels are worth a copy
+        # Few operations are worth a copy: on a CPU, of small tensors.
+        if device.type == "cpu":
+            small = [tensor for tensor in group if tensor.numel() <= SMALL]
+            group = [tensor for tensor in group if tensor.numel() > SMALL]
+            group += [torch._C._nn.flatten_dense_tensors(small)] if small else []
+        else:
             group = [torch.cat([_in_memory_order(tensor) for tensor in group])]
         yield torch.stack([one for tensor in group for one in tensor.aminmax()])
 
 
 def _in_memory_order(tensor: Tensor) -> Tensor:
     """All numbers, as they lie: where there are no gaps between them, without a copy."""
+    if tensor.is_contiguous():
+        return tensor.view(-1)
     dimensions = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
     return tensor.permute(dimensions).reshape(-1)
 

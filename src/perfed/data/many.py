@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -110,6 +111,7 @@ class _MappedData(ClientData):
                 "hash": content_hash(self.sizes, self._y, self._x[:: 1 + len(self._x) // 1000])
             },
         )
+        _give_back(self._x)
 
     def __reduce__(self) -> tuple[type[_MappedData], tuple[Path]]:
         """Elsewhere it is read again: the arrays may be too large to send."""
@@ -117,7 +119,16 @@ class _MappedData(ClientData):
 
     def client(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         own = slice(self._ends[number] - self.sizes[number], self._ends[number])
-        return scaled(self._x[own]), self._y[own].astype(np.int64)
+        x, y = np.array(self._x[own]), self._y[own].astype(np.int64)
+        _give_back(self._x)
+        return scaled(x), y
+
+
+def _give_back(mapped: np.ndarray) -> None:
+    """Pages that were read, and those around them, else count as this process's memory: soon all
+    of the file does."""
+    if isinstance(mapped.base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+        mapped.base.madvise(mmap.MADV_DONTNEED)
 
 
 def _array(folder: Path, name: str) -> np.ndarray:

@@ -259,6 +259,8 @@ class EngineClient:
         self._evaluated = evaluated
         """Whether its models are only evaluated: what is trained then leaves no trace."""
         self._streams_used = self._trainings = 0
+        self._positions: dict[str, Tensor] = {}
+        """Where its samples are that it has looked at."""
         self.weights = self._record.weights
         self.state = dict(self._record.state)
         self.kept = dict(self._record.kept)
@@ -355,7 +357,9 @@ class EngineClient:
                 f"'{type(algorithm).__name__}' looks at validation samples: declare "
                 "uses_validation = True in it"
             )
-        return self.population.positions(self.id, part)
+        if part not in self._positions:
+            self._positions[part] = self.population.positions(self.id, part)
+        return self._positions[part]
 
     # The last layer.
 

@@ -412,15 +412,19 @@ class Population:
     def positions(self, client: int, part: str) -> Tensor:
         """Where those of a client's ``train`` or ``validation`` samples are in ``x`` that an
         algorithm may look at."""
+        return torch.as_tensor(self.places(client, part), device=self.device)
+
+    def places(self, client: int, part: str) -> np.ndarray:
+        """The same, as an array."""
         return self._in_x(client, self.federation.seen(client, part))
 
     def evaluated_positions(self, client: int, part: str) -> Tensor:
         """The same of those ``validation`` or ``test`` samples that it is evaluated on."""
-        return self._in_x(client, self.federation.evaluated(client, part))
+        where = self._in_x(client, self.federation.evaluated(client, part))
+        return torch.as_tensor(where, device=self.device)
 
-    def _in_x(self, client: int, where: np.ndarray) -> Tensor:
-        own = torch.as_tensor(where, device=self.device)
-        return own if self._window is None else own + self._window.first(client)
+    def _in_x(self, client: int, where: np.ndarray) -> np.ndarray:
+        return where if self._window is None else where + self._window.first(client)
 
     def train_size(self, client: int) -> int:
         return int(self.federation.train_sizes[client])

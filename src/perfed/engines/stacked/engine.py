@@ -16,7 +16,7 @@ import gc
 import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -123,7 +123,7 @@ class StackedEngine(LocalEngine):
             for start in range(0, len(jobs), JOBS_AT_ONCE):
                 part = jobs[start : start + JOBS_AT_ONCE]
                 works = [functools.partial(self._work, job) for job in part]
-                results += perform_together(works, self._answer, JobStreams(part).turn)
+                results += perform_together(works, self._answer, JobStreams(part))
         return results
 
     def close(self) -> None:
@@ -324,9 +324,14 @@ class StackedEngine(LocalEngine):
         alone = self._is_large(population, [label])
         if alone and isinstance(module, StackedModule):
             module = module.alone
-        parts = threads if alone and not group[0].public else 1
-        models = sorted(distinct_models(group, starts, parts), key=lambda model: len(model.where))
-        lanes = 1 if alone else self._lanes_for(label, len(models), threads)
+        shared = sharing_a_model(group)
+        lanes = 1 if alone else self._lanes_for(label, len(shared), threads)
+        if not group[0].public:
+            parts = threads if alone else max(1, lanes // len(shared))
+            shared = [part for requests in shared for part in divided(requests, parts)]
+        models = sorted(
+            (model_of(requests, starts) for requests in shared), key=lambda m: len(m.where)
+        )
         for start in range(0, len(models), lanes):
             stack = models[start : start + lanes]
             forward = functools.partial(self._begin_forward, kind, module, what, table)
@@ -364,7 +369,8 @@ class StackedEngine(LocalEngine):
         if isinstance(module, LoneModule):
             tensors = stack_of_one(stack[0].tensors)
         else:
-            tensors = stack_tensors([model.tensors for model in stack])
+            # A recording copies them.
+            tensors = stack_tensors([model.tensors for model in stack], to_look_at=self._record)
         if name not in self.recordings:
             recorded = RecordedForward if self._record else TapedForward
             at_once = self._samples_at_once(module, stack)
@@ -451,24 +457,30 @@ class Model:
         return {id(request): piece for request, piece in zip(self.requests, pieces, strict=True)}
 
 
-def distinct_models(
-    group: Sequence[Forward], starts: Mapping[int, tuple[int, int]], parts: int = 1
-) -> Iterator[Model]:
-    """Those that share a model share a pass over their samples, or ``parts`` of them."""
+def sharing_a_model(group: Sequence[Forward]) -> list[list[Forward]]:
+    """Those that ask about one model can share a pass over their samples."""
     shared: dict[Hashable, list[Forward]] = {}
     for request in group:
         memory = tuple(t.data_ptr() for t in request.tensors().values())
         shared.setdefault((id(request.client.population), memory), []).append(request)
-    divided = (together[part::parts] for together in shared.values() for part in range(parts))
-    for requests in filter(None, divided):
-        population = requests[0].client.population
-        private, public = starts[id(population)]
-        if requests[0].where is None:
-            where = torch.arange(len(population.public_x), device=population.device) + public
-        else:
-            own = [request.where for request in requests if request.where is not None]
-            where = torch.cat(own) + private
-        yield Model(requests[0].tensors(), requests, where)
+    return list(shared.values())
+
+
+def divided(requests: list[Forward], parts: int) -> list[list[Forward]]:
+    """So many parts, or one for each request: where a model has several places in a stack, or
+    several threads, each takes some of the samples."""
+    return [requests[part::parts] for part in range(min(parts, len(requests)))]
+
+
+def model_of(requests: list[Forward], starts: Mapping[int, tuple[int, int]]) -> Model:
+    population = requests[0].client.population
+    private, public = starts[id(population)]
+    if requests[0].where is None:
+        where = torch.arange(len(population.public_x), device=population.device) + public
+    else:
+        own = [request.where for request in requests if request.where is not None]
+        where = torch.cat(own) + private
+    return Model(requests[0].tensors(), requests, where)
 
 
 def _generators(jobs: Sequence[Job]) -> Iterable[int]:
@@ -485,12 +497,12 @@ class JobStreams:
         self._generators += [torch.cuda.default_generators[gpu] for gpu in _generators(jobs)]
         self._states: dict[int, list[Tensor]] = {}
 
-    @contextmanager
-    def turn(self, number: int) -> Iterator[None]:
-        if number in self._states:
-            for generator, state in zip(self._generators, self._states[number], strict=True):
-                generator.set_state(state)
-        else:
+    def begin(self, number: int) -> None:
+        if number not in self._states:
             seed_generators(self._jobs[number].key())
-        yield
+            return
+        for generator, state in zip(self._generators, self._states[number], strict=True):
+            generator.set_state(state)
+
+    def pause(self, number: int) -> None:
         self._states[number] = [generator.get_state() for generator in self._generators]

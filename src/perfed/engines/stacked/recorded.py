@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -134,11 +134,12 @@ class RecordedTraining:
     ) -> dict[int, Trained]:
         """What each client of the stack then has."""
         state = (moving, inputs, draws.drawn, draws.public_start)
-        for place, value in zip(tree_flatten(self._state)[0], tree_flatten(state)[0], strict=True):
-            place[: len(value)] = value
-        for network, copies in self._rounded.items():
-            for name, copied in copies.items():
-                copied.copy_(self._state[0].models[network].params[name])
+        copy_all(tree_flatten(self._state)[0], tree_flatten(state)[0])
+        rounded = [(network, name) for network, own in self._rounded.items() for name in own]
+        copy_all(
+            [self._rounded[network][name] for network, name in rounded],
+            [self._state[0].models[network].params[name] for network, name in rounded],
+        )
         self._number.zero_()
         self._rate.fill_(rate)
         trained: dict[int, Trained] = {}
@@ -146,6 +147,18 @@ class RecordedTraining:
             self._recording.run()
             trained |= unstack(self._state[0], finished)
         return trained
+
+
+def copy_all(places: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Into the first clients of each place: with one call for those of one type, which on a GPU is
+    a kernel or two for many tensors."""
+    by_type: dict[Hashable, tuple[list[Tensor], list[Tensor]]] = {}
+    for place, value in zip(places, values, strict=True):
+        here, there = by_type.setdefault((place.dtype, value.dtype), ([], []))
+        here.append(place if len(place) == len(value) else place[: len(value)])
+        there.append(value)
+    for here, there in by_type.values():
+        torch._foreach_copy_(here, there)
 
 
 def steps_until_all_finish(counts: Sequence[int]) -> Iterator[list[int]]:
@@ -184,8 +197,7 @@ class RecordedForward:
         return functools.partial(self.run, tensors, where)
 
     def run(self, tensors: Mapping[str, Tensor], where: Tensor) -> Tensor:
-        for name, value in tensors.items():
-            self._tensors[name][: len(value)] = value
+        copy_all([self._tensors[name] for name in tensors], [*tensors.values()])
         parts = []
         for part in torch.split(where, self._where.shape[1], dim=1):
             self._where[: part.shape[0], : part.shape[1]] = part

@@ -33,7 +33,7 @@ def _kind(request: Request) -> Hashable:
     if isinstance(request, Forward):
         structure = _structure(request.weights)
         return (Forward, request.label, structure, request.public, request.what)
-    leaves, form = tree_flatten(request.inputs)
+    leaves, form = _flat(request.inputs)
     inputs = tuple((t.shape, t.dtype) if isinstance(t, Tensor) else t for t in leaves)
     population = request.client.population
     labels = request.labels()
@@ -42,7 +42,7 @@ def _kind(request: Request) -> Hashable:
         tuple((name, labels[name], _structure(w)) for name, w in request.models.items()),
         objective_key(request.objective),
         inputs,
-        str(form),
+        form,
         request.single,
         request.room,
         request.batches,
@@ -50,6 +50,14 @@ def _kind(request: Request) -> Hashable:
         population.training,
         population.algorithm.trains_on_public_set,
     )
+
+
+def _flat(inputs: tuple[Any, ...]) -> tuple[list[Any], str]:
+    """What an objective is given, and the form in which."""
+    if not inputs:  # mostly, and torch takes its time to say so
+        return [], ""
+    leaves, form = tree_flatten(inputs)
+    return leaves, str(form)
 
 
 def _structure(weights: Weights) -> Hashable:

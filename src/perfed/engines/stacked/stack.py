@@ -9,8 +9,10 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
@@ -26,8 +28,8 @@ from perfed.core.inputs import precision_of
 from perfed.core.network import declared, head_outputs, outputs
 from perfed.core.predictor import What
 from perfed.core.randomness import addressed, dice_of
-from perfed.core.streams import uniform_indices_each
-from perfed.core.tree import Weights
+from perfed.core.streams import uniform_indices_of
+from perfed.core.tree import Weights, identity
 from perfed.engines.base import Sgd, Trained, private_draws, step_keys
 from perfed.engines.stacked import hopper
 from perfed.engines.stacked.alone import LoneModule
@@ -579,6 +581,8 @@ def _overwrite(old: Any, new: Any) -> None:
 
 def stack_inputs(stack: Sequence[Sgd]) -> list[Tensor]:
     """The tensors among the objectives' inputs, stacked."""
+    if not stack[0].inputs:
+        return []
     columns = zip(*(tree_flatten(request.inputs)[0] for request in stack), strict=True)
     return [torch.stack(column) for column in columns if isinstance(column[0], Tensor)]
 
@@ -593,7 +597,7 @@ def stack_tensors(
 
 def _stacked(tensors: Sequence[Tensor], to_look_at: bool) -> Tensor:
     first = tensors[0].detach()
-    if to_look_at and all(tensor is tensors[0] for tensor in tensors):
+    if to_look_at and len({identity(tensor) for tensor in tensors}) == 1:
         return first.expand(len(tensors), *first.shape)
     return torch.stack([tensor.detach() for tensor in tensors])
 
@@ -634,19 +638,27 @@ def unstack(moving: Moving, lanes: Sequence[int], copied: bool = True) -> dict[i
     stack in memory."""
     if not lanes:
         return {}
-    leaves, _ = tree_flatten(moving)
-    tensors = [leaf[lane].detach() for lane in lanes for leaf in leaves]
+    tensors: list[Tensor] = []
+    for leaf in tree_flatten(moving)[0]:
+        of_all = leaf.detach().unbind()
+        tensors += [of_all[lane] for lane in lanes]
     own = iter(_copies(tensors) if copied else tensors)
-    return {lane: Trained(*_of_one(moving, own)) for lane in lanes}
+    each = _of_each(moving, own, len(lanes))
+    return {lane: Trained(*one) for lane, one in zip(lanes, each, strict=True)}
 
 
-def _of_one(stacked: Any, tensors: Iterator[Tensor]) -> Any:
-    """The same form with other tensors; torch's own way there takes longer than a small model."""
+def _of_each(stacked: Any, tensors: Iterator[Tensor], count: int) -> list[Any]:
+    """The same form for each of ``count`` clients, from their tensors: those of all clients for a
+    leaf, then those for the next. Torch's own way there takes longer than a small model."""
     if isinstance(stacked, Tensor):
-        return next(tensors)
+        return list(islice(tensors, count))
+    if not stacked:
+        return [stacked] * count
     if isinstance(stacked, tuple):
-        return type(stacked)(*(_of_one(inside, tensors) for inside in stacked))
-    return {name: _of_one(inside, tensors) for name, inside in stacked.items()}
+        parts = [_of_each(inside, tensors, count) for inside in stacked]
+        return [type(stacked)(*one) for one in zip(*parts, strict=True)]
+    columns = [_of_each(inside, tensors, count) for inside in stacked.values()]
+    return [dict(zip(stacked, one, strict=True)) for one in zip(*columns, strict=True)]
 
 
 def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -665,38 +677,64 @@ def draw(stack: Sequence[Sgd], starts: Mapping[int, tuple[int, int]]) -> Draws:
     """What the streams of a stack's clients say. ``starts`` has each population's first sample."""
     first = stack[0]
     population = first.client.population
-    training, device = population.training, population.device
-    places = [request.client.population for request in stack]
-    begins = torch.tensor([starts[id(place)] for place in places], device=device)
-    held = [place.positions(r.client.id, "train") for place, r in zip(places, stack, strict=True)]
-    sizes = [len(positions) for positions in held]
-    table = pad_sequence(held, batch_first=True) + begins[:, :1]
+    training = population.training
+    lanes = _Lanes(stack, starts)
     shape = (first.room, training.batch_size)
     private, codes = [], []
     for number in range(first.batches):
-        batch_keys = [request.private_keys()[number] for request in stack]
         if training.epochs:
             drawn = pad_sequence(
-                [private_draws(r, key) for r, key in zip(stack, batch_keys, strict=True)],
+                [private_draws(request, request.private_keys()[number]) for request in stack],
                 batch_first=True,
             )
             drawn = pad(drawn, (0, 0, 0, shape[0] - drawn.shape[1]))
         else:
-            drawn = uniform_indices_each(batch_keys, shape, sizes, device)
-        private.append(table.gather(1, drawn.flatten(1)).view_as(drawn))
+            drawn = uniform_indices_of(lanes.private_keys[number], shape, lanes.sizes)
+        private.append(lanes.positions(drawn))
         if training.augment:
-            codes_keys = [request.augmentation_keys()[number] for request in stack]
-            codes.append(uniform_indices_each(codes_keys, shape, [CODES] * len(stack), device))
+            kinds = torch.full_like(lanes.sizes, CODES)
+            codes.append(uniform_indices_of(lanes.augmentation_keys[number], shape, kinds))
     public = []
     if population.algorithm.trains_on_public_set:
-        public.append(
-            uniform_indices_each(
-                [request.public_key() for request in stack],
-                (first.room, training.public_batch_size),
-                [len(place.public_x) for place in places],
-                device,
-            )
-        )
+        shape = (first.room, training.public_batch_size)
+        public.append(uniform_indices_of(lanes.public_keys, shape, lanes.public_sizes))
     counts = [request.steps for request in stack]
     keys = [step_keys(stack)] if first.draws_numbers else []
-    return Draws(Drawn(private, codes, public, keys), begins[:, 1], counts)
+    return Draws(Drawn(private, codes, public, keys), lanes.public_starts, counts)
+
+
+class _Lanes:
+    """What the draws of a stack start from, brought to the device in one piece: to wait for it
+    takes longer than to send a few numbers more."""
+
+    def __init__(self, stack: Sequence[Sgd], starts: Mapping[int, tuple[int, int]]) -> None:
+        population = stack[0].client.population
+        augments = bool(population.training.augment)
+        with_public = population.algorithm.trains_on_public_set
+        places = [request.client.population for request in stack]
+        held = [
+            place.places(request.client.id, "train") + starts[id(place)][0]
+            for place, request in zip(places, stack, strict=True)
+        ]
+        sizes = np.array([len(one) for one in held])
+        columns = [
+            sizes,
+            np.cumsum(sizes) - sizes,
+            [starts[id(place)][1] for place in places],
+            [len(place.public_x) for place in places],
+            [request.public_key() if with_public else 0 for request in stack],
+            *zip(*(request.private_keys() for request in stack), strict=True),
+            *zip(*(request.augmentation_keys() for request in stack if augments), strict=True),
+        ]
+        sent = np.concatenate([*np.asarray(columns, dtype=np.int64), *held])
+        numbers, batches = len(stack) * len(columns), stack[0].batches
+        table = torch.as_tensor(sent, device=population.device)
+        self._held = table[numbers:]
+        self.sizes, self._firsts, self.public_starts, self.public_sizes, self.public_keys, *keys = (
+            table[:numbers].view(len(columns), len(stack))
+        )
+        self.private_keys, self.augmentation_keys = keys[:batches], keys[batches:]
+
+    def positions(self, drawn: Tensor) -> Tensor:
+        """Where the training samples are that have these numbers with their clients."""
+        return self._held[drawn + self._firsts[:, None, None]]

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import _thread
 import os
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 Request = TypeVar("Request")
 Answer = Callable[[Sequence[Request]], Sequence[Any]]
@@ -50,75 +49,120 @@ if hasattr(os, "register_at_fork"):  # a child process has none of its parent's 
     os.register_at_fork(after_in_child=_Thread.idle.clear)
 
 
-class _Member(Generic[Request]):
-    """A job, and the two batons that say whether it or the conductor is running."""
+class Turns(Protocol):
+    """What is done around every stretch that a job runs, in the thread that runs it."""
 
-    def __init__(self, work: Callable[[Ask[Request]], Any]) -> None:
-        self._work = work
-        self._thread = _Thread.any()
-        self._rest: SimpleQueue[None] = SimpleQueue()
-        self._abandoned = self._ended = False
-        self.request: Request | None = None
+    def begin(self, number: int) -> None: ...
+
+    def pause(self, number: int) -> None:
+        """It has asked, and will go on later."""
+
+
+class _Baton(Generic[Request]):
+    """Says who runs: the conductor or one of the jobs.
+
+    Whoever stops wakes the next job, and the last one the conductor: to change from one thread to
+    another takes longer than what many a job does in its turn.
+    """
+
+    def __init__(self) -> None:
+        self._next: Iterator[_Member[Request]] = iter(())
+        self._with_conductor = True
+        self._back: SimpleQueue[None] = SimpleQueue()
+
+    def go_round(self, members: Sequence[_Member[Request]]) -> None:
+        """Let each of them run until it asks or ends."""
+        self._regain()
+        self._next = iter(members)
+        try:
+            self.pass_on()
+            self._regain()
+        except BaseException:  # an interrupt: whoever runs now is the last
+            self._next = iter(())
+            self._regain()
+            raise
+
+    def pass_on(self, last: bool = False) -> None:
+        member = None if last else next(self._next, None)
+        if member is None:
+            self._with_conductor = True
+            self._back.put(None)
+        else:
+            wake, run = member.thread.work.put, member.run
+            self._with_conductor = False  # no interrupt comes between this and the next line
+            wake(run)
+
+    def _regain(self) -> None:
+        while not self._with_conductor:  # an interrupt may have left something in the queue
+            self._back.get()
+
+
+class _Member(Generic[Request]):
+    """A job."""
+
+    def __init__(
+        self,
+        work: Callable[[Ask[Request]], Any],
+        number: int,
+        turns: Turns,
+        baton: _Baton[Request],
+    ) -> None:
+        self._work, self._number, self._turns, self._baton = work, number, turns, baton
+        self.thread = _Thread.any()
+        self.abandoned = self.ended = False
+        self.request: Any = None
         self.answer: Any = None
         self.result: Any = None
         self.error: BaseException | None = None
 
-    def _run(self) -> None:
-        if self._ended:
-            return
+    def run(self) -> None:
+        """From its beginning to its end; woken by the same once it has begun, it goes on."""
         try:
-            if not self._abandoned:
+            if not self.abandoned:
+                self._turns.begin(self._number)
                 self.result = self._work(self._ask)
         except _Abandoned:
             pass
         except BaseException as error:  # raised again where the jobs were started
             self.error = error
-        self._ended = True
-        _Thread.idle.append(self._thread)
-        self._rest.put(None)
+        self.ended = True
+        _Thread.idle.append(self.thread)
+        self._baton.pass_on(last=self.error is not None)
 
     def _ask(self, request: Request) -> Any:
         self.request = request
-        self._rest.put(None)
-        self._thread.work.get()  # the next turn
-        if self._abandoned:
+        self._turns.pause(self._number)
+        self._baton.pass_on()
+        self.thread.work.get()  # the next turn
+        if self.abandoned:
             raise _Abandoned
+        self._turns.begin(self._number)
         answer, self.answer, self.request = self.answer, None, None
         return answer
 
-    def take_turn(self) -> None:
-        """Let the job run until it asks or ends."""
-        self._thread.work.put(self._run)  # which begins the job, or lets it go on
-        self._rest.get()
-
-    def abandon(self) -> None:
-        self._abandoned = True
-        while not self._ended:  # twice, where an interrupt came in the middle of its turn
-            self.take_turn()
-
 
 def perform_together(
-    works: Sequence[Callable[[Ask[Request]], Any]],
-    answer: Answer[Request],
-    turn: Callable[[int], AbstractContextManager[Any]],
+    works: Sequence[Callable[[Ask[Request]], Any]], answer: Answer[Request], turns: Turns
 ) -> list[Any]:
-    """What each of ``works`` returns; ``turn(i)`` surrounds every stretch that work *i* runs."""
+    """What each of ``works`` returns."""
     members: list[_Member[Request]] = []
+    baton: _Baton[Request] = _Baton()
     try:
-        for work in works:
-            members.append(_Member(work))
-        waiting = list(enumerate(members))
+        for number, work in enumerate(works):
+            members.append(_Member(work, number, turns, baton))
+        waiting = members
         while waiting:
-            for number, member in waiting:
-                with turn(number):
-                    member.take_turn()
+            baton.go_round(waiting)
+            for member in waiting:
                 if member.error is not None:
                     raise member.error
-            waiting = [(i, member) for i, member in waiting if member.request is not None]
-            requests = [member.request for _, member in waiting if member.request is not None]
-            for (_, member), given in zip(waiting, answer(requests), strict=True):
+            waiting = [member for member in waiting if not member.ended]
+            requests = [member.request for member in waiting]
+            for member, given in zip(waiting, answer(requests), strict=True):
                 member.answer = given
     finally:
-        for member in members:
-            member.abandon()
+        while left := [member for member in members if not member.ended]:
+            for member in left:
+                member.abandoned = True
+            baton.go_round(left)
     return [member.result for member in members]
