@@ -162,7 +162,7 @@ def test_compare_takes_algorithms_and_seeds(
 def test_list_names_everything_with_a_meaning(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("COLUMNS", "400")  # no line is broken
     assert perfed(monkeypatch, "list") == 0
     out = capsys.readouterr().out
     for word in (

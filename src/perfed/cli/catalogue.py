@@ -118,7 +118,7 @@ def _sections(components: dict[str, type[Component]]) -> dict[str, list[str]]:
     for sent in (*get_args(Sends), None):
         names = [n for n in sorted(components) if getattr(components[n], "sends", None) == sent]
         if names:
-            sections[f"Clients send {sent}:" if sent else "Others:"] = names
+            sections[f"Clients send {sent}:" if sent else "What clients send is not said:"] = names
     return sections
 
 
