@@ -37,6 +37,7 @@ DOCUMENTS = (
     "docs/options.md",
     "docs/successor.md",
     "docs/security.md",
+    "docs/methods.md",
 )
 
 
