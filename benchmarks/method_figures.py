@@ -56,7 +56,7 @@ def crossing(entries: Entries | None) -> list[str]:
         else:
             said.append(shown(name, entry.words()))
     said += [f"and {', '.join(single)}"] if single else []
-    return [line for one in said for line in even_lines(one)] or ["nothing"]
+    return [line for one in said for line in even_lines(one)]
 
 
 def even_lines(words: str) -> list[str]:
@@ -110,11 +110,14 @@ def picture(name: str) -> str:
         (up, f"M{LEFT + 10} {{y:g}} H{RIGHT - 10}"),
         (down, f"M{RIGHT - 10} {{y:g}} H{LEFT + 10}"),
     ):
+        if not lines:
+            continue
         parts += column(middle, top + 14, lines, "small mid")
         top += LINE * len(lines) + 10
-        if lines != ["nothing"]:
-            parts.append(arrow(path.format(y=top)))
+        parts.append(arrow(path.format(y=top)))
         top += 22
+    if not up and not down:
+        parts.append(text(middle, height / 2 + 5, "nothing crosses", "small muted mid"))
     return drawn(f"What crosses with {name}", height, parts)
 
 

@@ -88,7 +88,10 @@ def test_words_of_a_picture_say_what_crosses() -> None:
         "weights of its network",
         "and its number of samples",
     ]
-    assert method_figures.crossing({}) == ["nothing"]
+    assert method_figures.crossing({}) == []
+    assert "nothing crosses" in method_figures.picture("local")
+    assert method_figures.picture("local").count('class="arrow"') == 0
+    assert method_figures.picture("fedavg").count('class="arrow"') == 2
 
 
 def test_networks_stand_where_they_are() -> None:
@@ -138,3 +141,9 @@ def test_a_broadcast_counts_once_for_each_who_gets_it() -> None:
     channel.down({0: Message()}, {0: Message(table=torch.zeros(4))})
     assert channel.total.down_parameters == 2 * 8
     assert channel.total.down_bytes > 2 * 32
+
+
+def test_the_readme_names_them_all() -> None:
+    (line,) = re.findall(r"^\| Algorithms \|.*$", (ROOT / "README.md").read_text("utf-8"), re.M)
+    assert sorted(re.findall(r"`([\w-]+)`", line)) == sorted(BUILT_IN)
+    assert f"| {len(BUILT_IN)}, by what clients send" in line
