@@ -1,4 +1,5 @@
-"""What docs/choosing.md shows of the committed results, and docs/options.md of the definitions."""
+"""What docs/choosing.md and docs/methods.md show of the committed results, and docs/options.md of
+the definitions."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from paper_blocks import gain_over_seeds
 import perfed
 from perfed.config import preset_names, read_mapping
 from perfed.core import layout
+from perfed.core.algorithm import needs
 from perfed.core.layout import Table
 from perfed.core.registry import Registry
 from perfed.core.schema import plain
@@ -69,6 +71,31 @@ def by_clusters() -> str:
     return layout.markdown([Table("", header, rows, note)])
 
 
+def method_costs() -> str:
+    """What crosses in a round, and what each method needs."""
+    record = result("method_costs")
+    setting = record["setting"]
+    rows = [
+        [
+            f"[{row['method']}](#{row['method']})",
+            row["sends"],
+            ", ".join(needs(perfed.algorithms[row["method"]])),
+            quantity(row["up_parameters"]),
+            quantity(row["down_parameters"]),
+            quantity(row["up_bytes"] + row["down_bytes"], "B"),
+        ]
+        for row in record["rows"]
+    ]
+    header = ("method", "clients send", "needs", "numbers up", "numbers down", "bytes up and down")
+    note = (
+        f"For one selected client and one round. {record['data']}; {setting['models'][0]} with "
+        f"{record['parameters']:,.0f} parameters; {setting['clients']} clients, all selected, one "
+        "training step each; what decides on costs has each method's defaults; mean of the rounds "
+        f"after the first {machine(record['environment'])}."
+    )
+    return layout.markdown([Table("", header, rows, note, names=3)])
+
+
 # --------------------------------------------------------------------- options
 
 
@@ -118,6 +145,7 @@ def presets() -> str:
 
 
 BLOCKS = {
+    "method-costs": method_costs,
     "choosing-partition": by_partition,
     "choosing-clusters": by_clusters,
     "options-experiment": lambda: options(perfed.Experiment),

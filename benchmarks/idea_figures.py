@@ -70,8 +70,8 @@ def mark(x: float, y: float, group: int, size: float = 7) -> str:
     return f'<path d="M{x:.1f} {y - s:.1f}l{s:g} {1.8 * s:g}h{-2 * s:g}z" class="{kind}"/>'
 
 
-def drawing(name: str, title: str, height: float, parts: list[str]) -> None:
-    """Write docs/NAME.svg."""
+def drawn(title: str, height: float, parts: list[str]) -> str:
+    """The whole SVG."""
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" role="img">',
         f"<title>{escape(title)}</title>",
@@ -82,7 +82,12 @@ def drawing(name: str, title: str, height: float, parts: list[str]) -> None:
         *parts,
         "</svg>",
     ]
-    (ROOT / "docs" / f"{name}.svg").write_text("\n".join(lines) + "\n", "utf-8")
+    return "\n".join(lines) + "\n"
+
+
+def drawing(name: str, title: str, height: float, parts: list[str]) -> None:
+    """Write docs/NAME.svg."""
+    (ROOT / "docs" / f"{name}.svg").write_text(drawn(title, height, parts), "utf-8")
 
 
 # --------------------------------------------------------------------- what crosses

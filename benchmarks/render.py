@@ -39,6 +39,7 @@ DOCUMENTS = (
     "docs/successor.md",
     "docs/one-table.md",
     "docs/security.md",
+    "docs/methods.md",
 )
 
 
