@@ -141,9 +141,3 @@ def test_a_broadcast_counts_once_for_each_who_gets_it() -> None:
     channel.down({0: Message()}, {0: Message(table=torch.zeros(4))})
     assert channel.total.down_parameters == 2 * 8
     assert channel.total.down_bytes > 2 * 32
-
-
-def test_the_readme_names_them_all() -> None:
-    (line,) = re.findall(r"^\| Algorithms \|.*$", (ROOT / "README.md").read_text("utf-8"), re.M)
-    assert sorted(re.findall(r"`([\w-]+)`", line)) == sorted(BUILT_IN)
-    assert f"| {len(BUILT_IN)}, by what clients send" in line
