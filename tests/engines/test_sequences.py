@@ -43,10 +43,10 @@ def experiment(data: Any = PHRASES, models: Any = TOKEN, **changes: Any) -> perf
 
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize(("data", "models"), [(SENSORS, GRU), (PHRASES, TOKEN)], ids=["steps", "t"])
-@pytest.mark.parametrize("name", ["perfed-ckt", "fedavg"])
+@pytest.mark.parametrize("name", ["perfed-ckt", "fedavg", "selective-fd"])
 def test_a_whole_run_is_the_same_stacked(name: str, data: Any, models: Any) -> None:
     """With steps enough that some are played back from a tape; then with a fixed number of
-    lanes."""
+    lanes. The third method asks for features."""
     one = experiment(data, models, algorithm=spec(name))
     reference = play(Simulation(one, how=SEQUENTIAL), 2)
     together = play(Simulation(one, how=STACKED), 2)

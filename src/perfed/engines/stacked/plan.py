@@ -450,16 +450,18 @@ def _without_bias_gradients(steps: list[Step]) -> tuple[Step, ...]:
 # ----------------------------------------------------------------------- inside ``vmap``
 
 
-def with_rules(module: nn.Module) -> None:
-    """Let every part of ``module`` that has a plan use it where it is mapped over a stack."""
+def with_rules(module: nn.Module, head: str = "") -> None:
+    """Let every part of ``module`` that has a plan use it where it is mapped over a stack. A part
+    with the layer ``head`` inside has none: features are what that layer is called with."""
     if getattr(module, "inplace", False):
         return  # a rule gives something new, and somebody may look at the old
-    plan = plan_of(module)
+    plan = None if head else plan_of(module)
     if plan is not None:
         module.forward = partial(_mapped, module, plan, module.forward)
     else:
-        for child in module.children():
-            with_rules(child)
+        first, _, inside = head.partition(".")
+        for name, child in module.named_children():
+            with_rules(child, inside if name == first else "")
 
 
 def _mapped(

@@ -80,7 +80,7 @@ class StackedModule:
             self.plans[copied.training] = plan_of(copied)
             make_mappable(copied)
             if self.plans[copied.training] is None:
-                with_rules(copied)
+                with_rules(copied, self.head)
 
     def _obstacle(self, module: nn.Module, x: Tensor) -> str | None:
         """Why the module cannot be mapped, found by trying: two clients against one."""
