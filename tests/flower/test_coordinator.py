@@ -23,6 +23,7 @@ from perfed.flower.ledger import Ledger
 from perfed.flower.membership import introduction
 from perfed.flower.numbers import NEEDED, checked_numbers
 from perfed.flower.protocol import EVALUATE, FIRST, JOIN, ROUND, Envelope, Header, Refused
+from tests.conftest import MLP_50, spec
 from tests.flower import setting
 from tests.flower.setting import (
     MODELS,
@@ -62,11 +63,11 @@ def assert_same_numbers(federated: Path, reference: Path) -> None:
 @pytest.mark.parametrize("name", sorted(perfed.algorithms))
 def test_every_algorithm_gives_what_the_simulation_gives(name: str, tmp_path: Path) -> None:
     """Unchanged, also where clients differ in architecture, and counted alike by the channel."""
-    options = {"perfed-ckt": {"clusters": 2}, "hypcluster": {"clusters": 2}}
-    changes = {"algorithm": {"name": name, **options.get(name, {})}, "rounds": 2}
-    folder = write_federation(tmp_path / "federation", **changes)
+    models = [MLP_50, {"name": "mlp", "hidden": [12, 50]}, {"name": "cnn", "batchnorm": True}]
+    changes = {"algorithm": spec(name), "rounds": 2}
+    folder = write_federation(tmp_path / "federation", models, **changes)
     run(folder, desk(folder))
-    simulated(tmp_path / "simulation", **changes)
+    simulated(tmp_path / "simulation", models, **changes)
     assert_same_numbers(folder / "run", tmp_path / "simulation")
 
 
