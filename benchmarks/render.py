@@ -37,6 +37,7 @@ DOCUMENTS = (
     "docs/choosing.md",
     "docs/options.md",
     "docs/successor.md",
+    "docs/benchmark.md",
     "docs/one-table.md",
     "docs/security.md",
     "docs/methods.md",
