@@ -25,7 +25,8 @@ ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md"))]
 RUN = ("python", "sh", "yaml")
 NOT_RUN = {
-    "README.md": 10,
+    "README.md": 11,
+    "docs/benchmark.md": 1,
     "docs/engines.md": 2,
     "docs/federation.md": 9,
     "docs/guide.md": 1,
