@@ -38,9 +38,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from perfed.algorithms.ds_fl import imitate, learn
 from perfed.algorithms.feddf import distilled, public_logits
 from perfed.algorithms.label_coding import FULL, MOST, LabelCode
+from perfed.algorithms.lessons import imitate, learn
 from perfed.core.algorithm import (
     Algorithm,
     Client,

@@ -47,14 +47,11 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy, mse_loss
 
-from perfed.algorithms.perfed_evidence import first_hand
+from perfed.algorithms.lessons import imitate, learn
 from perfed.core.algorithm import (
     Algorithm,
     Client,
     ClientInfo,
-    Network,
-    Private,
-    Public,
     Reply,
     Server,
     algorithms,
@@ -99,18 +96,9 @@ class Cosmos(Algorithm):
 
     # Clients.
     def client_round(self, client: Client, message: Message) -> Message:
-        # Without pseudo-labels there are no steps, but still a call: an optimizer's state that is
-        # kept belongs to the n-th training of a round.
-        steps = self.digest_steps if "pseudo_labels" in message else 0
-        digested = client.sgd(
-            client.weights, self.digest, message.get("pseudo_labels"), steps=steps, stream=1
-        )
-        client.weights = client.sgd(digested, first_hand, stream=0)
+        lesson = [message["pseudo_labels"]] if "pseudo_labels" in message else []
+        client.weights = learn(client, client.weights, imitate, lesson, self.digest_steps)
         return Message(soft_decisions=client.soft_decisions())
-
-    def digest(self, model: Network, private: Private, public: Public, labels: Tensor) -> Tensor:
-        """The divergence, up to the labels' entropy, which no student can change."""
-        return cross_entropy(model.public(public.x), labels[public.index])
 
     # The server.
     def merge(self, server: Server, state: Tree, replies: Sequence[Reply]) -> Tree:

@@ -26,17 +26,13 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, softmax
+from torch.nn.functional import softmax
 
-from perfed.algorithms.perfed_evidence import first_hand
+from perfed.algorithms.lessons import imitate, learn
 from perfed.core.algorithm import (
     Algorithm,
     Client,
     ClientInfo,
-    Network,
-    Objective,
-    Private,
-    Public,
     Reply,
     Server,
     algorithms,
@@ -44,7 +40,7 @@ from perfed.core.algorithm import (
 from perfed.core.declaration import PROBABILITIES, Array, Maybe, Messages
 from perfed.core.message import Message
 from perfed.core.schema import option
-from perfed.core.tree import Tree, Weights
+from perfed.core.tree import Tree
 
 
 @algorithms.register("ds-fl")
@@ -85,24 +81,3 @@ class DSFL(Algorithm):
 def era(mean: Tensor, temperature: float) -> Tensor:
     """Entropy reduction aggregation: a softmax of *probabilities*, so no class gets to zero."""
     return softmax(mean / temperature, dim=1)
-
-
-def imitate(model: Network, private: Private, public: Public, teacher: Tensor) -> Tensor:
-    """KL(teacher ‖ student) on public samples, up to the teacher's entropy."""
-    return cross_entropy(model.public(public.x), teacher[public.index])
-
-
-def learn(
-    client: Client,
-    weights: Weights,
-    objective: Objective,
-    lesson: Sequence[Tensor],
-    steps: int | None,
-) -> Weights:
-    """So many steps on a lesson, if there is one, then τ on own samples.
-
-    The own mini-batches are those of local training. Both trainings happen in every round, though
-    one may have no steps, so that an optimizer's kept state goes on with the same one.
-    """
-    taught = client.sgd(weights, objective, *lesson, steps=steps if lesson else 0, stream=1)
-    return client.sgd(taught, first_hand, stream=0)

@@ -28,8 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import l1_loss
 
-from perfed.algorithms.ds_fl import learn
-from perfed.algorithms.perfed_evidence import first_hand
+from perfed.algorithms.lessons import first_hand, learn
 from perfed.core.algorithm import (
     Algorithm,
     Client,

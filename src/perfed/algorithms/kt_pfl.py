@@ -45,7 +45,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from perfed.algorithms.perfed_evidence import first_hand
+from perfed.algorithms.lessons import learn
 from perfed.core.algorithm import (
     Algorithm,
     Client,
@@ -113,13 +113,8 @@ class KTpFL(Algorithm):
         return Message(teacher=decisions.mean(0))
 
     def client_round(self, client: Client, message: Message) -> Message:
-        # Without a teacher there are no steps, but still a call: an optimizer's state that is kept
-        # belongs to the n-th training of a round.
-        steps = self.digest_steps if "teacher" in message else 0
-        digested = client.sgd(
-            client.weights, self.digest, message.get("teacher"), steps=steps, stream=1
-        )
-        client.weights = client.sgd(digested, first_hand, stream=0)
+        lesson = [message["teacher"]] if "teacher" in message else []
+        client.weights = learn(client, client.weights, self.digest, lesson, self.digest_steps)
         return Message(soft_decisions=(client.logits() / self.temperature).softmax(1))
 
     def digest(self, model: Network, private: Private, public: Public, teacher: Tensor) -> Tensor:

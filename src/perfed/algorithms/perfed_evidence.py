@@ -49,6 +49,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, softmax
 
+from perfed.algorithms.lessons import first_hand
 from perfed.algorithms.witnesses import Witnesses
 from perfed.core.algorithm import (
     Adjusted,
@@ -176,12 +177,6 @@ class PerFedEvidence(Algorithm):
         log_mix = label_mix(client.label_counts()).log()
         student = Adjusted(client.state["student"], sharpness, log_mix)
         return Mixture((client.weights, student), torch.stack([1 - share, share]))
-
-
-def first_hand(model: Network, private: Private, public: Public) -> Tensor:
-    """Local training. BatchNorm must have seen public samples too, to say something of them."""
-    model.observe(public.x)
-    return cross_entropy(model(private.x), private.y)
 
 
 def trial(client: Client, student: Weights, log_mix: Tensor) -> tuple[Tensor, int]:

@@ -33,7 +33,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from perfed.algorithms.perfed_evidence import PerFedEvidence, first_hand
+from perfed.algorithms.lessons import first_hand
+from perfed.algorithms.perfed_evidence import PerFedEvidence
 from perfed.algorithms.witnesses import Witnesses
 from perfed.core.algorithm import Client, ClientInfo, Reply, Server, algorithms
 from perfed.core.declaration import Maybe, Messages

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from perfed.algorithms.ds_fl import learn
+from perfed.algorithms.lessons import learn
 from perfed.core.algorithm import (
     Algorithm,
     Client,

@@ -52,7 +52,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from perfed.algorithms.perfed_evidence import first_hand
+from perfed.algorithms.lessons import learn
 from perfed.core.algorithm import (
     Algorithm,
     Client,
@@ -114,17 +114,8 @@ class SelectiveFD(Algorithm):
         return Message(**state)
 
     def client_round(self, client: Client, message: Message) -> Message:
-        # Without a mean there are no steps, but still a call: an optimizer's state that is kept
-        # belongs to the n-th training of a round.
-        digested = client.sgd(
-            client.weights,
-            self.digest,
-            message.get("ensemble"),
-            message.get("precise"),
-            steps=self.digest_steps if "ensemble" in message else 0,
-            stream=1,
-        )
-        client.weights = client.sgd(digested, first_hand, stream=0)
+        lesson = [message["ensemble"], message["precise"]] if "ensemble" in message else []
+        client.weights = learn(client, client.weights, self.digest, lesson, self.digest_steps)
         said, chosen = client.soft_decisions(), self.chosen(client)
         nothing = torch.full_like(said, 1 / said.shape[1])
         return Message(soft_decisions=torch.where(chosen[:, None], said, nothing), chosen=chosen)
