@@ -8,6 +8,7 @@ import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import nn
@@ -17,7 +18,7 @@ from perfed import Algorithm, Message, algorithms
 from perfed.core import objects
 from perfed.core.errors import ConfigError
 from perfed.core.objects import give, import_object, import_path, path_or_name
-from perfed.core.schema import plain
+from perfed.core.schema import option, plain
 from perfed.models import architectures, build_module
 from tests.conftest import tiny
 
@@ -220,3 +221,16 @@ def test_an_import_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.Monke
         logging.getLogger("perfed").removeHandler(handler)
     assert lines == [f"still importing '{tmp_path}/waits.py', after 0.01 seconds: it must not wait "
                      "or compute"]  # fmt: skip
+
+
+def test_an_option_with_a_symbol_may_be_null() -> None:
+    @dataclass(frozen=True)
+    class Sharp(Algorithm):
+        temperature: float | None = option(None, "none: not at all", symbol="T")
+
+        def client_round(self, client: Any, message: Message) -> Message:
+            return message
+
+    Sharp.registered_name = "sharp"
+    assert Sharp().label() == "sharp (T=null)"
+    assert Sharp(0.1).label() == "sharp (T=0.1)"

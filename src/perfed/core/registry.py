@@ -55,8 +55,10 @@ class Component(Options):
         return self.registered_name + (f"({','.join(others)})" if others else "")
 
 
-def number_text(value: float) -> str:
-    """Short where that is exact: 0.1, 1e-06; 0.10000001 in full."""
+def number_text(value: float | None) -> str:
+    """Short where that is exact: 0.1, 1e-06; 0.10000001 in full; null, as in a configuration."""
+    if value is None:
+        return "null"
     short = f"{value:g}"
     return short if float(short) == value else repr(value)
 
