@@ -61,8 +61,10 @@ SAMPLES_AT_ONCE = 4096
 """Samples that one forward pass of a stack sees, over all its clients."""
 SAMPLES_ALONE = 128
 """The same of one client whose layers are large: what they give should stay in a core's cache."""
-SAMPLES_OF_EACH = 512
-"""The same in a recording, of each client."""
+SAMPLES_OF_EACH = (64, 512)
+"""The same in a recording, of each model: whichever leaves less of it empty."""
+COST_OF_A_PLACE = 16
+"""What a model in a recording costs beside its samples, in samples."""
 MOST_RECORDINGS = 256
 WORTH_THREADS = 100e6
 """Floating-point operations of all that waits for an answer, from which more threads than one are
@@ -181,14 +183,17 @@ class StackedEngine(LocalEngine):
             self.recordings.clear()
         threads = self._threads_for(requests)
         stacks: list[Stack] = []
+        models: list[Model] = []
         for kind, group in grouped(requests):
             if isinstance(group[0], Sgd):
                 stacks += self._train(kind, group, threads)  # type: ignore[arg-type]
             else:
-                stacks += self._forward(kind, group, threads)  # type: ignore[arg-type]
+                stacks += self._forward(kind, group, threads, models)  # type: ignore[arg-type]
         answers: dict[int, Any] = {}
         for answered in self._computed(stacks, threads):
             answers |= answered
+        for model in models:
+            answers |= model.shares([answers.pop(id(piece)) for piece in model.pieces])
         return [answers[id(request)] for request in requests]
 
     def _threads_for(self, requests: Sequence[Request]) -> int:
@@ -316,7 +321,10 @@ class StackedEngine(LocalEngine):
 
         return answers
 
-    def _forward(self, kind: Hashable, group: list[Forward], threads: int) -> Iterator[Stack]:
+    def _forward(
+        self, kind: Hashable, group: list[Forward], threads: int, models: list[Model]
+    ) -> Iterator[Stack]:
+        """Stacks of pieces of models, which are put into ``models``."""
         population, what, label = group[0].client.population, group[0].what, group[0].label
         module: StackedModule | LoneModule = self.module_of(population, label)
         samples, starts = self._all_samples(population)
@@ -326,14 +334,16 @@ class StackedEngine(LocalEngine):
             module = module.alone
         shared = sharing_a_model(group)
         lanes = 1 if alone else self._lanes_for(label, len(shared), threads)
-        if not group[0].public:
+        if not group[0].public and not self._record:
             parts = threads if alone else max(1, lanes // len(shared))
             shared = [part for requests in shared for part in divided(requests, parts)]
-        models = sorted(
-            (model_of(requests, starts) for requests in shared), key=lambda m: len(m.where)
-        )
-        for start in range(0, len(models), lanes):
-            stack = models[start : start + lanes]
+        found = [model_of(requests, starts) for requests in shared]
+        if self._record and not group[0].public:
+            cut_to_fit(found, lanes)
+        models += found
+        pieces = sorted((p for model in found for p in model.pieces), key=lambda p: len(p.where))
+        for start in range(0, len(pieces), lanes):
+            stack = pieces[start : start + lanes]
             forward = functools.partial(self._begin_forward, kind, module, what, table)
             begin = functools.partial(self._in_turns, forward, label, lanes, stack)
             yield Stack(self._forward_name(kind, module, lanes, stack), table.device, begin)
@@ -343,17 +353,21 @@ class StackedEngine(LocalEngine):
         kind: Hashable,
         module: StackedModule | LoneModule,
         lanes: int,
-        stack: Sequence[Model],
+        stack: Sequence[Piece],
     ) -> Hashable:
-        longest = max(len(model.where) for model in stack)
         if isinstance(module, LoneModule):
             return (kind, self._samples_at_once(module, stack))
-        return (kind, lanes if self._record else (len(stack), longest))
+        if self._record:
+            return (kind, lanes, self._samples_at_once(module, stack))
+        return (kind, len(stack), max(len(piece.where) for piece in stack))
 
-    def _samples_at_once(self, module: StackedModule | LoneModule, stack: Sequence[Model]) -> int:
+    def _samples_at_once(self, module: StackedModule | LoneModule, stack: Sequence[Piece]) -> int:
+        longest = max(len(piece.where) for piece in stack)
         if isinstance(module, LoneModule):  # of few sizes, for each has a tape of its own
-            return min(SAMPLES_ALONE, 1 << (len(stack[0].where) - 1).bit_length())
-        return SAMPLES_OF_EACH if self._record else max(1, SAMPLES_AT_ONCE // len(stack))
+            return min(SAMPLES_ALONE, 1 << (longest - 1).bit_length())
+        if self._record:
+            return next((n for n in SAMPLES_OF_EACH if longest <= n), SAMPLES_OF_EACH[-1])
+        return max(1, SAMPLES_AT_ONCE // len(stack))
 
     def _begin_forward(
         self,
@@ -362,15 +376,15 @@ class StackedEngine(LocalEngine):
         what: What,
         table: Tensor,
         lanes: int,
-        stack: list[Model],
+        stack: list[Piece],
     ) -> Callable[[], dict[int, Tensor]]:
         name = self._forward_name(kind, module, lanes, stack)
-        where = pad_sequence([model.where for model in stack], batch_first=True)
+        where = pad_sequence([piece.where for piece in stack], batch_first=True)
         if isinstance(module, LoneModule):
             tensors = stack_of_one(stack[0].tensors)
         else:
             # A recording copies them.
-            tensors = stack_tensors([model.tensors for model in stack], to_look_at=self._record)
+            tensors = stack_tensors([piece.tensors for piece in stack], to_look_at=self._record)
         if name not in self.recordings:
             recorded = RecordedForward if self._record else TapedForward
             at_once = self._samples_at_once(module, stack)
@@ -378,10 +392,10 @@ class StackedEngine(LocalEngine):
         finish = self.recordings[name].begin(tensors, where)
 
         def answers() -> dict[int, Tensor]:
-            shares: dict[int, Tensor] = {}
-            for model, rows in zip(stack, finish(), strict=True):
-                shares |= model.shares(rows)
-            return shares
+            return {
+                id(piece): rows[: len(piece.where)]
+                for piece, rows in zip(stack, finish(), strict=True)
+            }
 
         return answers
 
@@ -440,21 +454,50 @@ def join_samples(populations: Sequence[Population]) -> Samples:
     )
 
 
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """A model, and those of the samples it is run on that have one place in a stack."""
+
+    tensors: dict[str, Tensor]
+    where: Tensor
+
+
 @dataclass
 class Model:
     """A model to run forward, and for whom: clients that share a model are one."""
 
-    tensors: dict[str, Tensor]
     requests: list[Forward]
-    where: Tensor
+    pieces: list[Piece]
 
-    def shares(self, rows: Tensor) -> dict[int, Tensor]:
+    def cut(self, length: int) -> None:
+        self.pieces = [
+            Piece(piece.tensors, part)
+            for piece in self.pieces
+            for part in torch.split(piece.where, length)
+        ]
+
+    def shares(self, rows_of_pieces: Sequence[Tensor]) -> dict[int, Tensor]:
         """Each request's part of the outputs."""
+        rows = rows_of_pieces[0] if len(rows_of_pieces) == 1 else torch.cat([*rows_of_pieces])
         if self.requests[0].where is None:
-            return {id(request): rows[: len(self.where)] for request in self.requests}
+            return {id(request): rows for request in self.requests}
         sizes = [len(request.where) for request in self.requests if request.where is not None]
-        pieces = torch.split(rows[: len(self.where)], sizes)
+        pieces = torch.split(rows, sizes)
         return {id(request): piece for request, piece in zip(self.requests, pieces, strict=True)}
+
+
+def cut_to_fit(models: Sequence[Model], lanes: int) -> None:
+    """Cut models into pieces for a recording of so many places, all of which it computes, used or
+    not: with clients of two samples beside one of a thousand, nearly all would be empty."""
+    lengths = [len(piece.where) for model in models for piece in model.pieces]
+
+    def cost(size: int) -> int:
+        stacks = -(-sum(-(-length // size) for length in lengths) // lanes)
+        return stacks * lanes * (size + COST_OF_A_PLACE)
+
+    best = min(SAMPLES_OF_EACH, key=cost)
+    for model in models:
+        model.cut(best)
 
 
 def sharing_a_model(group: Sequence[Forward]) -> list[list[Forward]]:
@@ -480,7 +523,7 @@ def model_of(requests: list[Forward], starts: Mapping[int, tuple[int, int]]) -> 
     else:
         own = [request.where for request in requests if request.where is not None]
         where = torch.cat(own) + private
-    return Model(requests[0].tensors(), requests, where)
+    return Model(requests, [Piece(requests[0].tensors(), where)])
 
 
 def _generators(jobs: Sequence[Job]) -> Iterable[int]:
