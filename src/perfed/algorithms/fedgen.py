@@ -107,7 +107,8 @@ class FedGen(Algorithm):
         if message:
             start = client.with_head(client.weights, message["head"])
             features = self.features(message["generator"], message["labels"])
-            inputs = (features, message["labels"], message["strength"])
+            # A number crosses on the CPU; a stack is on one device.
+            inputs = (features, message["labels"], message["strength"].to(features))
             client.weights = client.sgd(start, self.objective, *inputs)
         else:
             client.weights = client.sgd(client.weights, supervised)
