@@ -89,6 +89,9 @@ class Stage(Component):
     directions: ClassVar[tuple[Literal["up", "down"], ...]] = ("up",)
     exact: ClassVar[bool] = True
     """Whether ``receive`` gives back, to the bit, what ``send`` was given."""
+    codes: ClassVar[bool] = False
+    """Whether ``send`` leaves a code, of which nobody else can use the numbers: on a link only
+    other codes come after it."""
 
     def send(self, message: Message, at: At, state: Tree) -> tuple[Message, Tree]:
         """What goes on, and the state this end keeps."""
