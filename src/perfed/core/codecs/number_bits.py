@@ -7,7 +7,6 @@ sent along. No number is off by more than half a step, (largest − smallest) / 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -27,10 +26,11 @@ FEWEST = 8
 @stages.register("number-bits")
 @dataclass(frozen=True)
 class NumberBits(Stage):
-    """Weights and other numbers that are not probabilities, in 8, 4 or 2 bits each. None is off by
-    more than 1/510, 1/30 or 1/6 of its array's range."""
+    """Weights and other numbers that are not probabilities, in few bits each. With b bits none is
+    off by more than half a step, of which there are 2ᵇ − 1 from an array's smallest to its
+    largest number."""
 
-    bits: Literal[2, 4, 8] = option(8, "of a number")
+    bits: int = option(8, "of a number", ge=1, le=8)
 
     directions = ("up", "down")
     exact = False

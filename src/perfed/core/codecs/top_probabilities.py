@@ -7,7 +7,6 @@ than 1/m, or, where that is more, by the smallest of the k largest, which is at 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -26,11 +25,11 @@ LEVELS = "|levels"
 @stages.register("top-probabilities")
 @dataclass(frozen=True)
 class TopProbabilities(Stage):
-    """Of each row of probabilities the largest ones, in 8, 4 or 2 bits; the other classes share
-    the rest evenly. None is off by more than the smallest that is sent, plus 1/255, 1/15 or 1/3."""
+    """Of each row of probabilities the largest ones, in few bits; the other classes share the rest
+    evenly. None is off by more than the smallest that is sent, or 1 / (2ᵇ − 1) with b bits."""
 
     number: int = option(2, "how many of a row are sent", ge=1, symbol="k")
-    bits: Literal[2, 4, 8] = option(8, "of a probability")
+    bits: int = option(8, "of a probability", ge=1, le=8)
 
     directions = ("up", "down")
     exact = False
