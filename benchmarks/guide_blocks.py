@@ -12,7 +12,7 @@ from committed import machine, result
 from paper_blocks import gain_over_seeds
 
 import perfed
-from perfed.config import preset_names, read_mapping
+from perfed.config import LINKS, PRESETS, preset_names, read_mapping
 from perfed.core import layout
 from perfed.core.algorithm import needs
 from perfed.core.layout import Table
@@ -139,9 +139,11 @@ def components(registry: Registry[Any]) -> str:
     return layout.markdown([Table("", ("name, key", "default", "meaning"), rows, names=3)])
 
 
-def presets() -> str:
-    rows = [[f"**{name}**", str(read_mapping(name).get("about", ""))] for name in preset_names()]
-    return layout.markdown([Table("", ("preset", "what it is"), rows, names=2)])
+def files(kind: str, folder: str) -> str:
+    """The files of a folder of presets, and what each is."""
+    abouts = {name: read_mapping(name, folder).get("about", "") for name in preset_names(folder)}
+    rows = [[f"**{name}**", str(text)] for name, text in abouts.items()]
+    return layout.markdown([Table("", (kind, "what it is"), rows, names=2)])
 
 
 BLOCKS = {
@@ -160,5 +162,7 @@ BLOCKS = {
     "options-datasets": lambda: components(perfed.datasets),
     "options-partitions": lambda: components(perfed.partitions),
     "options-shifts": lambda: components(perfed.shifts),
-    "options-presets": presets,
+    "options-stages": lambda: components(perfed.stages),
+    "options-presets": lambda: files("preset", PRESETS),
+    "options-links": lambda: files("link", LINKS),
 }

@@ -10,7 +10,8 @@ from importlib import metadata as _metadata
 import perfed.core.waiting  # before torch
 
 # isort: split
-import perfed.algorithms  # noqa: F401  (registers the built-in algorithms)
+import perfed.algorithms
+import perfed.core.codecs  # noqa: F401  (and codecs)
 from perfed.config import Comparison, Experiment, Training, load
 from perfed.core.algorithm import Algorithm, algorithms
 from perfed.core.errors import PerfedError

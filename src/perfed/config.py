@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from importlib import resources
 from pathlib import Path
@@ -17,12 +19,12 @@ from perfed.core.optimizer import Optimizer
 from perfed.core.paths import expanded
 from perfed.core.schedule import Schedule
 from perfed.core.schema import Options, from_mapping, option, to_mapping
-from perfed.core.wire import Stage
+from perfed.core.wire import Stage, stages
 from perfed.data import Dataset, Federation, Partition, Shift, Split, build_federation
 from perfed.models import Models
 
 DEFAULT_PRESET = "digits-groups"
-PRESETS, STUDIES = "presets", "presets/studies"  # folders of the package
+PRESETS, STUDIES, LINKS = "presets", "presets/studies", "presets/links"  # folders of the package
 MOST_CHARACTERS = 1_000_000  # of a configuration: PyYAML reads them in a second
 MOST_VALUES = 100_000  # keys and values of a configuration, in three seconds
 DEEPEST = 50
@@ -177,6 +179,13 @@ class Experiment(Options):
                 "momentum, weight_decay and clip",
                 "training.optimizer",
             )
+        for stage, later in itertools.pairwise(self.wire):
+            if stage.codes and not later.codes:
+                raise ConfigError(
+                    f"'{later.registered_name}' needs numbers, and '{stage.registered_name}' "
+                    "leaves a code: put it before",
+                    "wire",
+                )
         try:
             self.algorithm.check(self.clients_per_round)
         except ConfigError as error:
@@ -256,6 +265,7 @@ def parse(values: Mapping[str, Any]) -> Experiment | Comparison:
         raise ConfigError("a configuration is keys and values")
     if "methods" in values:
         raise ConfigError("a file with 'methods' is a study: 'perfed study' runs it", "methods")
+    values = linked(values)
     if "algorithms" not in values and "seeds" not in values:
         return from_mapping(Experiment, values)
     for many, one in (("algorithms", "algorithm"), ("seeds", "seed")):
@@ -269,19 +279,79 @@ def parse(values: Mapping[str, Any]) -> Experiment | Comparison:
     return Comparison(experiment=base, algorithms=algorithms, seeds=seeds)
 
 
-def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Experiment | Comparison:
-    """Read a YAML file or a preset (the default one without a name), and apply ``key=value``."""
-    return parse(overridden(path, overrides))
+def load(
+    path: str | Path | None = None, overrides: Iterable[str] = (), links: Iterable[str] = ()
+) -> Experiment | Comparison:
+    """Read a YAML file or a preset (the default one without a name), and apply named links, then
+    ``key=value``."""
+    return parse(overridden(path, overrides, links=links))
 
 
 def overridden(
-    path: str | Path | None, overrides: Iterable[str], folder: str = PRESETS
+    path: str | Path | None,
+    overrides: Iterable[str],
+    folder: str = PRESETS,
+    links: Iterable[str] = (),
 ) -> dict[str, Any]:
-    """The keys and values of a file or preset after ``key=value``, not yet checked."""
+    """The keys and values of a file or preset after its links and those of the command line, then
+    ``key=value``; not yet checked."""
     values = read_mapping(path, folder)
+    values = linked(values | {"link": [*_listed(values.get("link")), *links]})
     for text in overrides:
         apply_override(values, text)
     return values
+
+
+def linked(values: Mapping[str, Any]) -> dict[str, Any]:
+    """With what the named links of ``link: tiny`` or ``link: [robust, tiny]`` say in its place.
+
+    A link is a part of a configuration, in ``presets/links``. Its keys are set, and the stages of
+    its ``wire`` are added to those there are: codecs, which leave only a code, come last.
+    """
+    found = copy.deepcopy({key: value for key, value in values.items() if key != "link"})
+    names = _listed(values.get("link"))
+    said: dict[str, str] = {}  # which link has set a key
+    for place, name in enumerate(names):
+        if name in names[:place]:
+            raise ConfigError(f"{shown(name)} is there twice", "link")
+        for key, value in _dotted(_link(name)):
+            if key == "wire":
+                found["wire"] = sorted([*_listed(found.get("wire")), *value], key=_codes)
+                continue
+            if key in said:
+                raise ConfigError(f"'{said[key]}' and '{name}' both set {key}: take one", "link")
+            set_key(found, key, value, f"link {name}: {key}")
+            said[key] = name
+    return found
+
+
+def _listed(value: Any) -> list[Any]:
+    """Several, one, or none."""
+    return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
+
+
+def _link(name: Any) -> dict[str, Any]:
+    known = preset_names(LINKS)
+    if name not in known:
+        hint = did_you_mean(str(name), known)
+        raise ConfigError(f"no link is called {shown(name)}{hint}", "link")
+    values = read_mapping(name, LINKS)
+    return {key: value for key, value in values.items() if key != "about"}
+
+
+def _dotted(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """``algorithm: {gate: x}`` as ``algorithm.gate``: what else is inside stays as it is."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and "name" not in value:
+            yield from _dotted(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _codes(stage: Any) -> bool:
+    """Whether a stage, as a configuration has it, leaves only a code."""
+    name = stage.get("name") if isinstance(stage, Mapping) else stage
+    return isinstance(name, str) and stages[name].codes
 
 
 def read_mapping(path: str | Path | None, folder: str = PRESETS) -> dict[str, Any]:
@@ -305,7 +375,7 @@ def read_mapping(path: str | Path | None, folder: str = PRESETS) -> dict[str, An
 
 
 def preset_names(folder: str = PRESETS) -> list[str]:
-    """Of experiments and comparisons; in the folder ``STUDIES``, of studies."""
+    """Of experiments and comparisons, or in another folder of studies or links."""
     files = (resources.files("perfed") / folder).iterdir()
     return sorted(file.name[:-5] for file in files if file.name.endswith(".yaml"))
 

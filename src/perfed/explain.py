@@ -11,7 +11,7 @@ from dataclasses import MISSING, dataclass
 from difflib import get_close_matches
 from typing import Any, Literal, Union, get_args, get_origin
 
-from perfed.config import PRESETS, STUDIES, Comparison, Experiment, preset_names, preset_text
+from perfed.config import LINKS, PRESETS, STUDIES, Comparison, Experiment, preset_names, preset_text
 from perfed.core.algorithm import Algorithm
 from perfed.core.declaration import lines as message_lines
 from perfed.core.errors import ConfigError
@@ -47,7 +47,7 @@ def explain(key: str) -> list[str]:
     that is nothing."""
     if ":" in key:
         return component_lines(_imported(key), key)
-    for folder in (PRESETS, STUDIES):
+    for folder in (PRESETS, LINKS, STUDIES):
         if key in preset_names(folder):
             return preset_text(key, folder).splitlines()
     known = entries()

@@ -185,6 +185,7 @@ def test_list_names_everything_with_a_meaning(monkeypatch: pytest.MonkeyPatch) -
             "schedules",
             "metrics",
             "presets",
+            "links",
             "studies",
         )
     assert perfed(monkeypatch, "list", "nonsense") == 2

@@ -1,8 +1,9 @@
-"""A codec, noise and a stage with state, each one file outside the package: on every engine, after
-a resume, and at sites."""
+"""A codec, noise and a stage with state, each one file outside the package, and the package's own
+codecs: on every engine, after a resume, and at sites."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,14 @@ EIGHT_BIT: dict[str, Any] = {"name": f"{HERE}/eight_bit.py:EightBit"}
 STOCHASTIC = EIGHT_BIT | {"rounding": "stochastic"}
 NOISE: dict[str, Any] = {"name": f"{HERE}/gaussian_noise.py:GaussianNoise", "norm": 50.0}
 DIFFERENCE: dict[str, Any] = {"name": f"{HERE}/difference.py:Difference"}
+CACHED = {"name": "cached", "share": 0.5, "down_share": 0.5}
+NUMBER_BITS = {"name": "number-bits", "bits": 4}
+CODECS: dict[str, list[Any]] = {
+    "few bits": [{"name": "probability-bits", "bits": 2}, CACHED, NUMBER_BITS, "deflate"],
+    "few classes": [{"name": "cached", "threshold": 0.01}, "top-probabilities", "deflate"],
+    "few changes": [{"name": "top-changes", "share": 0.1}, NUMBER_BITS, "deflate"],
+}
+"""Every codec of the package is in one of them."""
 WIRES = {
     "eight-bit": [EIGHT_BIT],
     "stochastic": [STOCHASTIC],
@@ -46,6 +55,11 @@ NAMES = [
     "scaffold",
     "fedfomo",
     "hypcluster",
+]
+CODED = [
+    ("few bits", "perfed-kin"),
+    ("few classes", "perfed-ckt"),
+    ("few changes", "fedavg"),
 ]
 AT = At(seed=3, client=1, round=2, direction="up", stage=0)
 messages = st.integers(0, 999).map(
@@ -117,18 +131,23 @@ def test_noise_has_its_moments_and_a_norm_its_limit() -> None:
 
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize(
-    ("wire", "name"), [*((wire, "perfed-ckt") for wire in WIRES), *(("all", n) for n in NAMES[1:])]
+    ("wire", "name"),
+    [
+        *((wire, "perfed-ckt") for wire in WIRES),
+        *(("all", n) for n in NAMES[1:]),
+        *CODED,
+    ],
 )
 def test_stacked_is_as_sequential(wire: str, name: str) -> None:
-    changes = {"algorithm": spec(name), "models": MIXED, "wire": WIRES[wire]}
+    changes = {"algorithm": spec(name), "models": MIXED, "wire": (WIRES | CODECS)[wire]}
     assert_same(played(STACKED, **changes), played(SEQUENTIAL, **changes), 1e-8)
 
 
 @pytest.mark.ray
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("name", NAMES)
-def test_ray_is_as_stacked(name: str) -> None:
-    changes = {"algorithm": spec(name), "models": MIXED, "wire": WIRES["all"]}
+@pytest.mark.parametrize(("wire", "name"), [*(("all", name) for name in NAMES), *CODED])
+def test_ray_is_as_stacked(wire: str, name: str) -> None:
+    changes = {"algorithm": spec(name), "models": MIXED, "wire": (WIRES | CODECS)[wire]}
     simulation = played(RAY, **changes)
     simulation.engine.collect(simulation.population)
     reference = played(STACKED, **changes)
@@ -161,24 +180,27 @@ def test_both_ends_keep_the_same_and_only_who_took_part() -> None:
         assert int(server["up/0/number"]) == simulation.progress.trained[client]
 
 
-@pytest.mark.parametrize("wire", ["stochastic", "all"])
-@pytest.mark.parametrize("name", ["perfed-ckt", "fedavg"])
+@pytest.mark.parametrize(
+    ("wire", "name"),
+    [*itertools.product(["stochastic", "all"], ["perfed-ckt", "fedavg"]), *CODED],
+)
 def test_resumed_it_ends_with_the_same_bytes(wire: str, name: str, tmp_path: Path) -> None:
-    experiment = tiny(algorithm=spec(name), wire=WIRES[wire], rounds=4)
+    experiment = tiny(algorithm=spec(name), wire=(WIRES | CODECS)[wire], rounds=4)
     whole = perfed.run(experiment, tmp_path / "whole")
     how = Execution(checkpoint_seconds=0)
     with pytest.raises(KeyboardInterrupt):
         perfed.run(experiment, tmp_path / "cut", callbacks=[StopAfter(2)], how=how)
     files = json.loads((tmp_path / "cut/checkpoint/manifest.json").read_text())["files"]
-    assert ("link" in files) == (wire == "all")
+    assert ("link" in files) == (wire in ("all", "few bits", "few classes"))  # the server's end
     perfed.resume(tmp_path / "cut")
     assert contents(tmp_path / "cut") == contents(whole.path)
 
 
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("wire", [*WIRES, *CODECS])
 def test_sites_give_what_the_simulation_gives(wire: str, tmp_path: Path) -> None:
-    for name in ("perfed-ckt", "perfed-kin", "scaffold"):
-        changes = {"algorithm": spec(name), "wire": WIRES[wire]}
+    names = dict(CODED).get(wire)
+    for name in [names] if names else ("perfed-ckt", "perfed-kin", "scaffold"):
+        changes = {"algorithm": spec(name), "wire": (WIRES | CODECS)[wire]}
         folder = write_federation(tmp_path / name / "federation", **changes)
         through = desk(folder)
         run(folder, through)
@@ -205,6 +227,31 @@ def test_a_killed_coordinator_keeps_its_end_of_the_link(tmp_path: Path) -> None:
     assert_same_numbers(folder / "run", tmp_path / "simulation")
 
 
+def test_sites_go_on_after_answers_were_lost(tmp_path: Path) -> None:
+    """The answer of one site never comes in round 1; the site's end of the link has moved on."""
+    wire = [{"name": "probability-bits", "bits": 8}, "cached", "deflate"]
+    folder = write_federation(
+        tmp_path / "federation",
+        wire=wire,
+        rounds=4,
+        options={"deadline": 0.3, "minimum": 2},
+    )
+    gone: list[int] = []
+
+    def fate(node: int, task: Any) -> str | None:
+        if (node, task.header.kind, task.header.round) == (11, "round", 1):
+            gone.append(node)
+            return "lost"
+        return None
+
+    run(folder, desk(folder, fate))
+    rounds = lines(folder / "run", "rounds.jsonl")
+    assert gone
+    assert 1 not in next(line["clients"] for line in rounds if line["round"] == 1)
+    assert rounds[-1]["clients"] == [0, 1, 2]
+    assert not any("refused" in line for line in rounds)
+
+
 def test_bytes_are_counted_as_sent_and_parameters_as_written(tmp_path: Path) -> None:
     for name in ("perfed-ckt", "fedavg"):
         changes = {"algorithm": spec(name), "data": {"name": "digits", "public": 400}}
@@ -229,9 +276,25 @@ def test_bytes_are_counted_as_sent_and_parameters_as_written(tmp_path: Path) -> 
 def test_what_the_channel_counts_is_what_is_sent(tmp_path: Path) -> None:
     from perfed.core import tensorfile
 
-    folder = write_federation(tmp_path / "federation", wire=[EIGHT_BIT], algorithm="fedavg")
+    folder = write_federation(
+        tmp_path / "federation", wire=CODECS["few changes"], algorithm="fedavg"
+    )
     through = desk(folder)
+    answers: list[Any] = []
+    receive = through.receive
+
+    def listening(names: Any) -> Any:
+        arrived = receive(names)
+        answers.extend(arrived.values())
+        return arrived
+
+    through.receive = listening  # type: ignore[method-assign]
     run(folder, through)
+    up: dict[int, int] = {}
+    for answer in answers:
+        if answer.header.kind == "round":
+            size = len(tensorfile.encode(answer.message.arrays))
+            up[answer.header.round] = up.get(answer.header.round, 0) + size
     down: dict[tuple[str, int], int] = {}
     for _, task in through.tasks:
         key = (task.header.kind, task.header.round)
@@ -239,6 +302,7 @@ def test_what_the_channel_counts_is_what_is_sent(tmp_path: Path) -> None:
         down[key] = down.get(key, 0) + size
     for line in lines(folder / "run", "rounds.jsonl"):
         assert line["traffic"]["down_bytes"] == down["round", line["round"]]
+        assert line["traffic"]["up_bytes"] == up[line["round"]]
         assert line["evaluation_traffic"]["down_bytes"] == down["evaluate", line["round"]]
 
 

@@ -30,6 +30,20 @@ def cmeans(matrices: Tensor, clusters: int, random: np.random.Generator) -> Tens
     return torch.from_numpy(centroids).to(matrices).reshape(shape)
 
 
+def in_the_order_of(earlier: Tensor, centroids: Tensor) -> Tensor:
+    """The centroids, each at the place of the earlier one that it is nearest to, the nearest pair
+    first: so a number stands for one cluster as long as there is one."""
+    if earlier.shape != centroids.shape:
+        return centroids
+    distances = (earlier[:, None] - centroids).square().flatten(2).sum(2).double().cpu()
+    place = [0] * len(centroids)
+    for _ in place:
+        row, column = divmod(int(distances.argmin()), len(centroids))
+        place[row] = column
+        distances[row], distances[:, column] = torch.inf, torch.inf
+    return centroids[place]
+
+
 def few_axes(points: np.ndarray) -> np.ndarray:
     """The m points in m coordinates, at the same distances from each other.
 

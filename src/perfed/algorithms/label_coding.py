@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import one_hot, pad
+from torch.nn.functional import one_hot
 
+from perfed.core.codecs.bits import bytes_for, nearest_levels, packed, unpacked
 from perfed.core.declaration import PROBABILITIES, Array, Known, Range
 
 FULL = 32
@@ -114,33 +115,3 @@ class Coded(Range):
     def holds(self, values: Tensor, known: Known) -> Tensor:
         right = LabelCode(self.bits).can_decode(values, known.sizes["P"], known.sizes["N"])
         return torch.tensor(right, device=values.device)
-
-
-def nearest_levels(probabilities: Tensor, total: int) -> Tensor:
-    """Whole numbers that sum to ``total`` in each row, nearest in ℓ2 to ``total`` times the row:
-    each is rounded down, and what is missing goes to the largest remainders, one each."""
-    scaled = probabilities.double()
-    scaled = scaled / scaled.sum(1, keepdim=True) * total
-    levels = scaled.floor()
-    missing = total - levels.sum(1, keepdim=True)
-    order = (scaled - levels).argsort(dim=1, descending=True, stable=True)
-    return (levels + (order.argsort(dim=1) < missing)).long()
-
-
-def packed(values: Tensor, width: int) -> Tensor:
-    """Whole numbers in ``width`` bits each, highest bit first, one after another, as bytes."""
-    shifts = torch.arange(width - 1, -1, -1, device=values.device)
-    bits = (values.int()[:, None] >> shifts & 1).flatten()
-    octets = pad(bits, (0, -len(bits) % 8)).view(-1, 8)
-    return (octets << torch.arange(7, -1, -1, device=values.device)).sum(1).to(torch.uint8)
-
-
-def unpacked(data: Tensor, width: int, count: int) -> Tensor:
-    """The first ``count`` numbers of what :func:`packed` has made."""
-    octet = torch.arange(7, -1, -1, device=data.device)
-    bits = (data.int()[:, None] >> octet & 1).flatten()[: count * width].view(count, width)
-    return (bits << torch.arange(width - 1, -1, -1, device=data.device)).sum(1)
-
-
-def bytes_for(count: int, width: int) -> int:
-    return -(-count * width // 8)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, softmax
 
-from perfed.algorithms.clustering import cmeans, nearest, overlap
+from perfed.algorithms.clustering import cmeans, in_the_order_of, nearest, overlap
 from perfed.core.algorithm import (
     Algorithm,
     Client,
@@ -60,7 +60,8 @@ class PerFedCKT(Algorithm):
     # Lines 6–7. The server clusters the m matrices it received and keeps the centroids.
     def merge(self, server: Server, state: Tree, replies: Sequence[Reply]) -> Tree:
         received = torch.stack([reply.message["soft_decisions"] for reply in replies])
-        return {"centroids": cmeans(received, self.clusters, server.random("c-means"))}
+        centroids = cmeans(received, self.clusters, server.random("c-means"))
+        return {"centroids": in_the_order_of(state.get("centroids", centroids), centroids)}
 
     # Line 9. It sends all centroids to each of the next m clients.
     def broadcast(self, server: Server, state: Tree, client: ClientInfo) -> Message:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 import perfed
-from perfed.config import PRESETS, STUDIES, preset_names, read_mapping
+from perfed.config import LINKS, PRESETS, STUDIES, preset_names, read_mapping
 from perfed.core.algorithm import Algorithm, Sends, needs
 from perfed.core.errors import ConfigError
 from perfed.core.metrics import metrics
@@ -25,7 +25,7 @@ def list_(
         str | None,
         typer.Argument(
             help="algorithms, models, datasets, partitions, shifts, optimizers, schedules, stages, "
-            "metrics, presets or studies"
+            "metrics, presets, links or studies"
         ),
     ] = None,
     with_: Annotated[
@@ -48,7 +48,8 @@ def list_(
         "schedules": perfed.schedules,
         "stages": perfed.stages,
     }
-    known = [*registries, "metrics", "presets", "studies"]
+    folders = {"presets": PRESETS, "links": LINKS, "studies": STUDIES}
+    known = [*registries, "metrics", *folders]
     if kind is not None and kind not in known:
         raise ConfigError(f"'{kind}' is none of {', '.join(known)}", "list")
     shown = {title: {name: all_[name] for name in all_} for title, all_ in registries.items()}
@@ -57,8 +58,8 @@ def list_(
         shown[title] = {n: c for n, c in shown[title].items() if c is not cls} | {name: cls}
     console = Console()
     for title in [kind] if kind else known:
-        if title in ("presets", "studies"):
-            _print_files(console, title, PRESETS if title == "presets" else STUDIES)
+        if title in folders:
+            _print_files(console, title, folders[title])
         elif title == "metrics":
             _print_metrics(console)
         elif shown[title] or kind:

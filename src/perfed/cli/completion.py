@@ -7,8 +7,8 @@ from dataclasses import fields
 from typing import get_args, get_type_hints
 
 import perfed
+from perfed.config import LINKS, preset_names
 from perfed.config import STUDIES as STUDY_FILES
-from perfed.config import preset_names
 from perfed.data.cifar import IMAGE_SETS
 from perfed.engines import Execution
 from perfed.paper.reproduce import SINGLE, STUDIES
@@ -30,6 +30,7 @@ def _choices(option: str) -> Iterable[str]:
 algorithms = beginning_with(lambda: sorted(perfed.algorithms))
 presets = beginning_with(preset_names)  # where none fits, the shell offers files
 studies = beginning_with(lambda: preset_names(STUDY_FILES))
+links = beginning_with(lambda: preset_names(LINKS))
 image_sets = beginning_with(lambda: IMAGE_SETS)
 engines = beginning_with(lambda: _choices("engine"))
 precisions = beginning_with(lambda: _choices("precision"))

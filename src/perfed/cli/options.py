@@ -33,6 +33,16 @@ SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override one key, such as rounds=10."),
 ]
+LinkOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--link",
+        metavar="NAME",
+        help="Also apply this link ('perfed list links'): what happens to messages on their way. "
+        "Several may be given.",
+        autocompletion=completion.links,
+    ),
+]
 
 
 def named_path(text: str) -> Path:

@@ -17,6 +17,7 @@ from perfed.cli.options import (
     EngineOption,
     FileArgument,
     JsonOption,
+    LinkOption,
     PrecisionOption,
     SecondsOption,
     SetOption,
@@ -220,6 +221,7 @@ def tune(
         str, typer.Option(help="Seeds to tune with; not those you report results on.")
     ] = str(SEED),
     set_: SetOption = None,
+    link: LinkOption = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -240,7 +242,7 @@ def tune(
     checkpoint_seconds: CheckpointOption = Execution.checkpoint_seconds,
 ) -> None:
     """Search settings by validation accuracy and keep every trial; resumes where it stopped."""
-    values = overridden(file, set_ or ())
+    values = overridden(file, set_ or (), links=link or ())
     values.pop("seed", None)
     if algorithm:
         if len(algorithm) > 1:

@@ -17,6 +17,7 @@ from perfed.cli.options import (
     EngineOption,
     FileArgument,
     JsonOption,
+    LinkOption,
     MlflowOption,
     OutOption,
     PrecisionOption,
@@ -46,6 +47,7 @@ BEGUN = ("config.yaml", COMPARISON_FILE)  # one of them is in a folder that can 
 def run(
     file: FileArgument = None,
     set_: SetOption = None,
+    link: LinkOption = None,
     out: OutOption = None,
     resume: Annotated[
         Path | None, typer.Option("--resume", help="Continue this run or comparison.")
@@ -75,13 +77,15 @@ def run(
     how = execution(engine, workers, device, precision, store_limit, checkpoint_seconds)
     tracking = trackers(tensorboard=tensorboard, mlflow=mlflow, wandb=wandb)
     if resume is not None:
-        if file or set_ or out:
-            raise ConfigError("takes no FILE, --set or --out: the run has its own", "--resume")
+        if file or set_ or link or out:
+            raise ConfigError(
+                "takes no FILE, --set, --link or --out: the run has its own", "--resume"
+            )
         _execute(None, resume, as_json, how, tracking, accept_changes=accept_changes)
     elif accept_changes:
         raise ConfigError("needs --resume: a new run has no settings yet", "--accept-changes")
     else:
-        what = perfed.load(file, set_ or ())
+        what = perfed.load(file, set_ or (), link or ())
         _execute(what, out, as_json, how, tracking)
 
 
@@ -102,6 +106,7 @@ def compare(
         str | None, typer.Option(help="Run each algorithm with these seeds: 0,1,2 or 0-4.")
     ] = None,
     set_: SetOption = None,
+    link: LinkOption = None,
     out: OutOption = None,
     as_json: JsonOption = False,
     side_by_side: SideBySideOption = False,
@@ -117,7 +122,7 @@ def compare(
 ) -> None:
     """Run several algorithms with several seeds: one table, mean ± standard deviation; with local
     training among them a second, of who gains and who loses."""
-    values = overridden(file, set_ or ())
+    values = overridden(file, set_ or (), links=link or ())
     if algorithm:
         values.pop("algorithm", None)
         values["algorithms"] = [parse_algorithm(text) for text in algorithm]

@@ -14,6 +14,7 @@ from perfed.cli.options import (
     DeviceOption,
     EngineOption,
     JsonOption,
+    LinkOption,
     PrecisionOption,
     SecondsOption,
     SetOption,
@@ -43,6 +44,7 @@ def study(
         ),
     ],
     set_: SetOption = None,
+    link: LinkOption = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -74,7 +76,7 @@ def study(
     The same command goes on where it was stopped, and shows what there is so far; --seconds 0 only
     shows it. Shards may run on several machines: copy their records/ into one folder.
     """
-    planned = design(overridden(file, set_ or (), STUDIES))
+    planned = design(overridden(file, set_ or (), STUDIES, link or ()))
     for kind in figures or ():
         if kind not in FIGURES:
             raise ConfigError(f"'{kind}' is none of {', '.join(FIGURES)}", "--figures")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from urllib.parse import unquote
 
@@ -17,6 +18,7 @@ from perfed.core.declaration import (
     AtMost,
     Dimension,
     Entries,
+    Entry,
     Known,
     Leaf,
     Maybe,
@@ -67,6 +69,37 @@ def nearest(message: Message, declared: Entries | None) -> Message:
             if inside and fits and isinstance(entry, Array):
                 arrays[path] = entry.range.nearest(values)
     return Message.from_arrays(arrays)
+
+
+SLACK = 2**16  # bytes, of names and shapes
+LARGEST_UNDECLARED = 2**26  # bytes
+
+
+def most_bytes(declared: Entries | None, known: Known | None) -> int:
+    """How many bytes a message can have that fits its declaration: a quarter more than its numbers
+    take, and some for names. What stands for fewer bytes must not become more."""
+    if declared is None or known is None:
+        return LARGEST_UNDECLARED
+    numbers = sum(_most_numbers(entry, known) for entry in declared.values())
+    return SLACK + numbers * torch.get_default_dtype().itemsize * 5 // 4
+
+
+def _most_numbers(entry: Entry, known: Known) -> int:
+    times = 1
+    while isinstance(entry, Numbered | Maybe):
+        if isinstance(entry, Numbered):
+            times *= entry.number.number if isinstance(entry.number, AtMost) else entry.number
+        entry = entry.entry
+    leaves = entry.leaves("", Message(), known).values()
+    return times * sum(_most_in(leaf.shape, known) for leaf in leaves)
+
+
+def _most_in(shape: tuple[Dimension, ...], known: Known) -> int:
+    """A size that is not known is that of a part of the public set, or of a code of it all."""
+    samples, classes = (known.sizes.get(symbol, 1) for symbol in "PN")
+    unknown = samples if len(shape) > 1 else samples * classes
+    found = [_size(dimension, known.sizes, known) for dimension in shape]
+    return math.prod(unknown if size is None else size for size in found)
 
 
 def _fitting(

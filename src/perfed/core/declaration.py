@@ -24,7 +24,7 @@ from torch import Tensor
 from perfed.core.errors import Refused
 from perfed.core.message import Message
 from perfed.core.network import base_of, head_tensors
-from perfed.core.tree import Weights, flatten
+from perfed.core.tree import Weights, escaped, flatten
 
 TOLERANCE = 2**-7
 """How far from 1 the sum of a row of probabilities may be. In bf16 a number has 8 bits, so each
@@ -350,6 +350,17 @@ class Messages:
     """What a selected client is sent."""
     evaluation: Entries | None = None
     """What a client is sent to have its models evaluated."""
+
+
+def array_of(path: str, declared: Entries | None) -> Array | None:
+    """What is declared of an array, by its flat name; nothing, if it is part of a model."""
+    for name, entry in (declared or {}).items():
+        while isinstance(entry, Numbered | Maybe):
+            entry = entry.entry
+        inside = path == escaped(name) or path.startswith(f"{escaped(name)}/")
+        if inside and isinstance(entry, Array):
+            return entry
+    return None
 
 
 def networks(declared: Entries | None) -> set[str]:

@@ -32,7 +32,8 @@ What a stage may rely on, and what it must do:
   with the client, and with the run at the server, and it is in the checkpoint. The opening (round
   −1) and evaluations neither have state nor leave any.
 * An answer can be lost on the way. Then the client's state has moved on and the server's has not.
-  A stage that needs both to agree must find out by itself, and refuse.
+  A stage that needs both to agree must find out by itself, and refuse or begin anew: the server
+  can acknowledge what it has received last (``at.other``).
 * What ``receive`` gives must again be what the algorithm has declared: names, shapes and types.
   Where the numbers are not those that were sent (noise, rounding), ``exact`` is False, and the link
   then brings them back to the nearest ones in their declared range. So ``merge`` gets probabilities
@@ -48,13 +49,13 @@ The server's half ends with admission: :func:`perfed.core.admission.refusals`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import numpy as np
 
 from perfed.core.admission import nearest
-from perfed.core.declaration import Entries
+from perfed.core.declaration import Entries, Known
 from perfed.core.errors import PerfedError, Refused
 from perfed.core.message import Message
 from perfed.core.registry import Component, Registry
@@ -75,6 +76,14 @@ class At:
     direction: Direction
     stage: int
     """Which stage of the link, from 0."""
+    declared: Entries | None = None
+    """What the algorithm has declared of this message."""
+    known: Known | None = None
+    """What is known of the client at this end: how many public samples and classes there are, and
+    what the client was sent in this round."""
+    other: Tree = field(default_factory=dict)
+    """The state that this end keeps of the same stage for the other direction: what was received
+    last can so be acknowledged with what is sent."""
 
     def random(self, purpose: str = "") -> np.random.Generator:
         """A stream for this place alone, one for each purpose (an array's name, say)."""
@@ -89,6 +98,9 @@ class Stage(Component):
     directions: ClassVar[tuple[Literal["up", "down"], ...]] = ("up",)
     exact: ClassVar[bool] = True
     """Whether ``receive`` gives back, to the bit, what ``send`` was given."""
+    codes: ClassVar[bool] = False
+    """Whether ``send`` leaves a code, of which nobody else can use the numbers: on a link only
+    other codes come after it."""
 
     def send(self, message: Message, at: At, state: Tree) -> tuple[Message, Tree]:
         """What goes on, and the state this end keeps."""
@@ -114,13 +126,20 @@ class Link:
     seed: int = 0
 
     def send(
-        self, message: Message, client: int, round: int, direction: Direction, state: Tree
+        self,
+        message: Message,
+        client: int,
+        round: int,
+        direction: Direction,
+        state: Tree,
+        declared: Entries | None = None,
+        known: Known | None = None,
     ) -> tuple[Message, Tree]:
         """What crosses, and the state of this end afterwards."""
         if not message.arrays:  # nothing is sent
             return message, state
         for number, stage in self._serving(direction):
-            at = At(self.seed, client, round, direction, number)
+            at = self._at(client, round, direction, number, declared, known, state)
             message, kept = stage.send(message, at, _state_of(state, at))
             state = _with_state(state, at, kept)
         return message, state
@@ -133,13 +152,14 @@ class Link:
         direction: Direction,
         state: Tree,
         declared: Entries | None,
+        known: Known | None = None,
     ) -> tuple[Message, Tree]:
         """What was sent, and the state of this end afterwards; raises Refused."""
         serving = self._serving(direction)
         if not message.arrays or not serving:
             return message, state
         for number, stage in reversed(serving):
-            at = At(self.seed, client, round, direction, number)
+            at = self._at(client, round, direction, number, declared, known, state)
             try:
                 message, kept = stage.receive(message, at, _state_of(state, at))
             except PerfedError as error:
@@ -152,6 +172,19 @@ class Link:
         if not all(stage.exact for _, stage in serving):
             message = nearest(message, declared)
         return message, state
+
+    def _at(
+        self,
+        client: int,
+        round: int,
+        direction: Direction,
+        stage: int,
+        declared: Entries | None,
+        known: Known | None,
+        state: Tree,
+    ) -> At:
+        other = state.get("down" if direction == "up" else "up", {}).get(str(stage), {})
+        return At(self.seed, client, round, direction, stage, declared, known, other)
 
     def _serving(self, direction: Direction) -> list[tuple[int, Stage]]:
         way = "up" if direction == "up" else "down"

@@ -287,12 +287,12 @@ class Population:
             check(message, {}, self.known(client.id))
         with running(self.algorithm, "first_message"):
             first = self.algorithm.first_message(client)
-        return None if first is None else self._sent(client, first, "first_message")
+        return None if first is None else self._sent(client, first, "first_message", message)
 
     def _client_round(self, client: EngineClient, message: Message) -> Message:
         state, declared = client.kept.get("link", {}), self._messages.down
         received, kept = self.link.receive(
-            message, client.id, client.round, "down", state, declared
+            message, client.id, client.round, "down", state, declared, self.known(client.id)
         )
         if not self._trusts_server:
             check(received, declared, self.known(client.id))
@@ -301,15 +301,17 @@ class Population:
         with running(self.algorithm, "client_round"):
             reply = self.algorithm.client_round(client, received)
         client.check_kept()
-        return self._sent(client, reply, "client_round")
+        return self._sent(client, reply, "client_round", received)
 
-    def _sent(self, client: EngineClient, message: Any, method: str) -> Message:
+    def _sent(self, client: EngineClient, message: Any, method: str, received: Message) -> Message:
         if not isinstance(message, Message):
             raise wrong_return(self.algorithm, method, message)
         if self.link.stages and find_not_finite({0: [*message.arrays.items()]}):
             return message  # as it is: whoever gets the outcome sees that it is broken
-        state = client.kept.get("link", {})
-        sent, kept = self.link.send(message, client.id, client.round, "up", state)
+        state, known = client.kept.get("link", {}), self.known(client.id, received)
+        sent, kept = self.link.send(
+            message, client.id, client.round, "up", state, self._messages.up, known
+        )
         if kept is not state:
             client.kept["link"] = kept
         return sent
@@ -317,7 +319,7 @@ class Population:
     def _models(self, client: EngineClient, message: Message) -> dict[str, Predictor]:
         declared = self._messages.evaluation
         received, _ = self.link.receive(
-            message, client.id, client.round, "evaluation", {}, declared
+            message, client.id, client.round, "evaluation", {}, declared, self.known(client.id)
         )
         if not self._trusts_server:
             check(received, declared, self.known(client.id))

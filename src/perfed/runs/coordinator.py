@@ -324,7 +324,7 @@ class Coordinator(ABC):
         for client, message in written.items():
             state = self.progress.link.get(str(client), {})
             sent[client], self._next_links[client] = self._link.send(
-                message, client, round, "down", state
+                message, client, round, "down", state, self._messages.down, self.known(client)
             )
         self._broadcasts |= written
         channel.down(written, sent)
@@ -342,7 +342,7 @@ class Coordinator(ABC):
             state = self._next_links.get(client, {})
             try:
                 written[client], states[client] = self._link.receive(
-                    message, client, round, "up", state, declared
+                    message, client, round, "up", state, declared, self.known(client)
                 )
             except Refused as error:
                 refused[client] = str(error)
@@ -374,8 +374,11 @@ class Coordinator(ABC):
                 for client in (self.evaluated if clients is None else clients)
             }
         self._check_messages("evaluation_message", written)
+        declared = self._messages.evaluation
         sent = {
-            client: self._link.send(message, client, round, "evaluation", {})[0]
+            client: self._link.send(
+                message, client, round, "evaluation", {}, declared, self.known(client)
+            )[0]
             for client, message in written.items()
         }
         self._evaluation_channel.down(written, sent)

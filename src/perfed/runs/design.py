@@ -42,6 +42,7 @@ from perfed.runs.study import Record, Shard, Study, folder_name
 from perfed.runs.tune import Search
 
 ALL = "all"
+LINK = "link"  # stands for keys of an experiment
 OWN_KEYS = ("methods", "settings", "seeds", "tuning")
 NOT_HERE = {"algorithm": "methods", "algorithms": "methods", "seed": "seeds"}
 MOST_SETTINGS = 200
@@ -336,7 +337,11 @@ class Conduct:
 
 def design(values: Mapping[str, Any]) -> Design:
     """Read what a study file says; raises ConfigError in one line."""
-    known = [*OWN_KEYS, *(field.name for field in fields(Experiment) if field.name not in NOT_HERE)]
+    known = [
+        *OWN_KEYS,
+        LINK,
+        *(field.name for field in fields(Experiment) if field.name not in NOT_HERE),
+    ]
     for key in values:
         if key in NOT_HERE:
             raise ConfigError(f"a study has '{NOT_HERE[key]}' instead", key)

@@ -1,0 +1,46 @@
+"""Which arrays of a message are rows of probabilities, and over how many classes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from perfed.core.declaration import Array, Probabilities, array_of
+from perfed.core.errors import Refused
+from perfed.core.message import Message
+from perfed.core.wire import At
+
+
+def rows_of_probabilities(message: Message, at: At) -> dict[str, int]:
+    """By their flat names, with the number of classes."""
+    found = {path: array_of(path, at.declared) for path in message.arrays}
+    return {
+        path: _classes(entry, at)
+        for path, entry in found.items()
+        if entry is not None and isinstance(entry.range, Probabilities) and entry.shape
+    }
+
+
+def _classes(entry: Array, at: At) -> int:
+    """A receiver knows it by itself: what somebody says could be any number."""
+    if at.known is None:
+        raise Refused("the number of classes is not known at this end")
+    last = entry.shape[-1]
+    found = at.known.sizes.get(last) if isinstance(last, str) else last
+    if not isinstance(found, int):
+        raise Refused(f"how many probabilities a row has is not known: {last}")
+    return found
+
+
+def class_type(classes: int) -> torch.dtype:
+    """Of a class's number."""
+    return torch.uint8 if classes <= 256 else torch.int16 if classes <= 2**15 else torch.int32
+
+
+def check_classes(numbers: Tensor, classes: int, columns: int) -> None:
+    """That numbers of classes came, so many in a row."""
+    must = class_type(classes)
+    if numbers.dtype != must or numbers.ndim < 1 or numbers.shape[-1] != columns:
+        raise Refused(f"{tuple(numbers.shape)} {numbers.dtype}: must be {columns} classes a row")
+    if numbers.numel() and not 0 <= int(numbers.min()) <= int(numbers.max()) < classes:
+        raise Refused(f"a class that is not below {classes}")
