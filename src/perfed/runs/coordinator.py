@@ -448,7 +448,7 @@ def summaries(
     columns: Mapping[str, Columns],
     train_sizes: np.ndarray,
     test_sizes: np.ndarray,
-    trained: Sequence[int],
+    trained: Sequence[int] | np.ndarray,
 ) -> dict[str, Any]:
     """A round's averages by model kind; ``trained`` is in how many rounds each client was."""
     selected = np.array(trained) > 0

@@ -17,6 +17,7 @@ from perfed.core.algorithm import Algorithm
 from perfed.core.message import Message
 from perfed.core.metrics import learn
 from perfed.core.tree import identity
+from perfed.core.hostile import Attack
 from perfed.core.wire import Link
 from perfed.data import Federation
 from perfed.engines.base import ClientRecord, Method
@@ -46,6 +47,7 @@ class Recipe:
     """Where those are found that are not perfed's own."""
     folder: Path | None
     """Where clients beyond ``store_bytes`` wait, if this machine has it."""
+    attack: Attack | None = None
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,7 @@ class Bank:
             self._device,
             store,
             recipe.link,
+            attack=recipe.attack,
         )
         population.engine = self._engine
         self._engine.expect(population, recipe.clients_a_round)
