@@ -177,7 +177,7 @@ class Experiment(Options):
             )
         if self.shift is not None:
             self.shift.sizes(self.clients)  # every group has clients
-        if self.hostile is not None and self.hostile.clients(self.clients, 0).all():
+        if self.hostile is not None and round(self.hostile.share * self.clients) >= self.clients:
             raise ConfigError("no client is left that is honest: must be lower", "hostile.share")
         if self.algorithm.needs_plain_sgd and not self.training.optimizer.is_plain():
             raise ConfigError(
@@ -185,6 +185,11 @@ class Experiment(Options):
                 "momentum, weight_decay and clip",
                 "training.optimizer",
             )
+        for number, stage in enumerate(self.wire):
+            try:
+                stage.check(self.algorithm)
+            except ConfigError as error:
+                raise error.inside(f"wire[{number}]") from None
         try:
             self.algorithm.check(self.clients_per_round)
         except ConfigError as error:

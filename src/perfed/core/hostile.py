@@ -156,6 +156,8 @@ class Attack(Component):
             return leaf.range.nearest(self.rows(values, who, path))
         if type(leaf.range) is not Reals or not values.ndim:
             return values
+        if isinstance(kind, Array) and "F" in kind.shape:
+            return leaf.range.nearest(self.features(values, who, path))
         if leaf.range.low > -LARGEST and leaf.range.high < LARGEST:
             return self.claim(values, leaf.range.low, leaf.range.high, who, path)
         if isinstance(kind, Array) and kind.shape[-1:] == ("N",):

@@ -200,6 +200,10 @@ class Result:
         if some:
             note = f"{table.note}\n{some:,} of {clients:,} clients are evaluated."
             table = dataclasses.replace(table, note=note)
+        if self.experiment.hostile is not None:
+            hostile = sum(self.directory.read_json("partition.json")["hostile"])
+            note = f"{table.note}\n{hostile} clients are hostile; all means are of the others."
+            table = dataclasses.replace(table, note=note)
         if numbers["finished"]:
             return [table]
         so_far = f"Not finished: after round {numbers['rounds']} of {self.experiment.rounds}."
