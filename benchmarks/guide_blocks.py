@@ -160,5 +160,7 @@ BLOCKS = {
     "options-datasets": lambda: components(perfed.datasets),
     "options-partitions": lambda: components(perfed.partitions),
     "options-shifts": lambda: components(perfed.shifts),
+    "options-stages": lambda: components(perfed.stages),
+    "options-attacks": lambda: components(perfed.attacks),
     "options-presets": presets,
 }

@@ -6,7 +6,8 @@ is one vector, so are soft decisions. Whole numbers are left as they are, apart 
 samples.
 
 * ``bounded``: no client is farther from the middle than a few times what is usual, and none counts
-  for more samples. For every method.
+  for more samples. Numbers that have bounds by declaration, such as probabilities, have them
+  already. For every method.
 * ``history``: who was far from the middle in many rounds counts less and less, by past
   exponentials (Roux, Zimmer, Pokutta: *On the Byzantine-Resilience of Distillation-Based Federated
   Learning*, ICLR 2025). For every method.
@@ -17,7 +18,6 @@ The middle is the median of each number. Of fewer than three clients there is no
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -31,11 +31,11 @@ from perfed.core.algorithm import Algorithm, Reply
 from perfed.core.errors import ConfigError
 from perfed.core.message import Message
 from perfed.core.schema import option
-from perfed.core.tree import Tree
-from perfed.core.declaration import PROBABILITIES, Array, Entries
+from perfed.core.tree import Tree, escaped
+from perfed.core.declaration import LARGEST, PROBABILITIES, Array, Entries, Range, Reals
 from perfed.core.wire import Stage, Together, stages
 
-FEWEST = 3
+FEWEST = 3  # clients, for a middle
 LOUDEST = 2.0  # a round says no more for or against a client, nor do all rounds for it
 FOREVER = 20.0  # what speaks against it in all rounds: nearly nothing is heard then
 STANDARD_ERRORS = 2.0  # as in PerFed-Kin
@@ -52,7 +52,7 @@ class Bounded(Stage):
         2.0, "how many times the median distance from the middle a client may be away", gt=0
     )
     samples: float = option(
-        4.0, "how many times the median number of samples a client counts for, at most", ge=1
+        1.5, "how many times the median number of samples a client counts for, at most", ge=1
     )
 
     directions = ()
@@ -60,7 +60,8 @@ class Bounded(Stage):
     def gather(self, replies: Sequence[Reply], at: Together, state: Tree) -> tuple[list[Reply], Tree]:
         result = {reply.client.id: reply for reply in _with_bounded_samples(replies, self.samples)}
         for group in alike(list(result.values())):
-            vectors = vectors_of(group)
+            bounded = _bounded_entries(at.declared)
+            vectors = {n: rows for n, rows in vectors_of(group).items() if n not in bounded}
             for name, rows in vectors.items():
                 middle, distance = distances(rows)
                 limit = self.reach * distance.median()
@@ -105,27 +106,23 @@ class History(Stage):
         now = {str(reply.client.id): _witness(reply, outputs) for reply in replies}
         bank = {**state.get("bank", {}), **now}
         said, kind = heard(bank)
-        speaks = dict(zip(bank, odds(said, kind).tolist(), strict=True))
-        largest = int(kind.bincount().argmax())
-        if at.takes_mean:  # in which others of another kind have no place
-            of = dict(zip(bank, kind.tolist(), strict=True))
-            speaks = {name: LOUDEST if of[name] == largest else -LOUDEST for name in of} | {
-                name: value for name, value in speaks.items() if of[name] == largest
-            }
-        earlier = state.get("trust", {})
-        trust = dict(earlier)
-        for name in now:
-            before = float(earlier.get(name, 0.0))
-            change = self.rate * max(-LOUDEST, min(LOUDEST, speaks[name]))
-            trust[name] = torch.tensor(max(-FOREVER, min(0.0, before + change)))
-        share = torch.tensor([min(1.0, math.exp(float(trust[name]))) for name in now]).double()
-        group = [*replies]
-        vectors = vectors_of(group)
+        speaks = odds(said, kind)
+        elsewhere = kind != kind.bincount().argmax()
+        # Of a small group nobody vouches for anybody: liars who agree would. In a mean of all,
+        # another kind has no place.
+        speaks[elsewhere] = -LOUDEST if at.takes_mean else speaks[elsewhere].clamp(max=0)
+        trust = dict(state.get("trust", {}))
+        for name, change in zip(bank, speaks.clamp(-LOUDEST, LOUDEST), strict=True):
+            if name in now:
+                before = trust.get(name, torch.zeros(())).cpu()
+                trust[name] = (before + self.rate * change).clamp(-FOREVER, 0).float()
+        share = torch.stack([trust[name].double().exp() for name in now])
+        vectors = vectors_of(replies)
         for name, rows in vectors.items():
             weights = share.to(rows)[:, None]
             middle = (weights * rows).sum(0) / weights.sum().clamp(min=1e-30)
             vectors[name] = drawn(rows, middle, share)
-        quieter = _for_fewer_samples(with_vectors(group, vectors), share.tolist())
+        quieter = _for_fewer_samples(with_vectors(replies, vectors), share.tolist())
         return list(quieter), {"bank": bank, "trust": trust}
 
     def _by_distance(
@@ -242,7 +239,8 @@ def distances(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 def drawn(rows: Tensor, middle: Tensor, share: Tensor) -> Tensor:
     """Each vector as much nearer to the middle as its share is below 1."""
-    return middle + share.to(rows)[:, None] * (rows - middle)
+    share = share.to(rows)[:, None]
+    return torch.where(share < 1, middle + share * (rows - middle), rows)
 
 
 def heard(bank: Mapping[str, Mapping[str, Tensor]]) -> tuple[Witnesses, Tensor]:
@@ -259,6 +257,18 @@ def odds(said: Witnesses, kind: Tensor) -> Tensor:
     kin = kinship(said, kind).clamp(1e-12, 1 - 1e-12)
     others = (kind.bincount()[kind] - 1).clamp(min=1)
     return (kin / (1 - kin)).log() - others.log()
+
+
+def _bounded_entries(declared: Entries | None) -> set[str]:
+    return {
+        escaped(name)
+        for name, entry in (declared or {}).items()
+        if isinstance(entry, Array) and _has_bounds(entry.range)
+    }
+
+
+def _has_bounds(range: Range) -> bool:
+    return not isinstance(range, Reals) or (range.low > -LARGEST and range.high < LARGEST)
 
 
 def _outputs(declared: Entries | None) -> str | None:
