@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from committed import machine, result
+from committed import RESULTS, machine, result
 
 from perfed.core import layout
 from perfed.core.layout import Table
@@ -22,7 +22,7 @@ NAMES = {
     "fedavg": "FedAvg",
     "ditto": "Ditto, λ=1",
 }
-PRESET = "bounded, history"
+PRESET = "history, bounded"
 SILENT = "silent"
 HARMED = 200  # hundredths of a point below the client's local model
 Rows = dict[tuple[str, str, str, float, str], dict[str, Any]]
@@ -39,6 +39,12 @@ class Harm(NamedTuple):
     """Mean points above local training, of the tenth of them that fares worst by this."""
     ended: int
     """Runs that ended because numbers were not finite any more."""
+
+
+def newest() -> Any:
+    """The whole grid, or as long as it has not been run the reduced one."""
+    whole = (RESULTS / "hostile.json").is_file()
+    return result("hostile" if whole else "hostile_reduced")
 
 
 def rows_of(record: Mapping[str, Any]) -> Rows:
@@ -71,9 +77,9 @@ def all_harm(record: Mapping[str, Any]) -> dict[tuple[str, str, str, float, str]
     return {key: harm(record, rows, row) for key, row in rows.items()}
 
 
-def at_share(name: str = "hostile", share: float = 0.3) -> str:
+def at_share(share: float = 0.3) -> str:
     """Methods, without stages and with the preset: over all attacks, and by the worst of them."""
-    record = result(name)
+    record = newest()
     found = all_harm(record)
     table = []
     for setting in record["local"]:
@@ -114,8 +120,8 @@ def at_share(name: str = "hostile", share: float = 0.3) -> str:
     return layout.markdown([Table("", header, table, note)])
 
 
-def by_attack(method: str = "perfed-kin", name: str = "hostile", share: float = 0.3) -> str:
-    record = result(name)
+def by_attack(method: str = "perfed-kin", share: float = 0.3) -> str:
+    record = newest()
     found = all_harm(record)
     attacks = list(dict.fromkeys(key[2] for key in found if key[2]))
     places = [(s, stages) for s in record["local"] for stages in ("none", PRESET)]
@@ -134,9 +140,9 @@ def by_attack(method: str = "perfed-kin", name: str = "hostile", share: float = 
     return layout.markdown([Table("", ("attack", *titles), table, note)])
 
 
-def by_stage(name: str = "hostile", share: float = 0.3) -> str:
+def by_stage(share: float = 0.3) -> str:
     """Every stage with every method it fits: mean change over attacks and settings."""
-    record = result(name)
+    record = newest()
     found = all_harm(record)
     kinds = list(dict.fromkeys(key[4] for key in found))
     table = []
@@ -159,9 +165,9 @@ def by_stage(name: str = "hostile", share: float = 0.3) -> str:
     return layout.markdown([Table("", ("", *kinds), table, note)])
 
 
-def cost(name: str = "hostile") -> str:
+def cost() -> str:
     """What the preset costs where nobody is hostile."""
-    record = result(name)
+    record = newest()
     found = all_harm(record)
     settings = list(record["local"])
     table = []
@@ -204,7 +210,7 @@ def figure() -> Figure:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    record = result("hostile")
+    record = newest()
     found = all_harm(record)
     settings = list(record["local"])
     shares = sorted({key[3] for key in found if key[4] == PRESET})

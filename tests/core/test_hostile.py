@@ -112,7 +112,7 @@ def test_engines_agree_on_what_hostile_clients_send(name: str) -> None:
     changes: dict[str, Any] = {
         "algorithm": spec(name),
         "hostile": {"name": "worst"} | HALF,
-        "wire": ["bounded", "history"],
+        "wire": ["history", "bounded"],
         "models": MIXED,
         "clients_per_round": 6,
     }

@@ -38,6 +38,7 @@ from perfed.core.wire import Stage, Together, stages
 FEWEST = 3  # clients, for a middle
 LOUDEST = 2.0  # a round says no more for or against a client, nor do all rounds for it
 FOREVER = 20.0  # what speaks against it in all rounds: nearly nothing is heard then
+USUAL = 2.0  # times the median distance, nothing speaks against a client
 STANDARD_ERRORS = 2.0  # as in PerFed-Kin
 Vectors = dict[str, Tensor]
 """By an entry's name, a row for each client."""
@@ -80,7 +81,7 @@ class History(Stage):
     A client's share is e to the power of what speaks for it, in all rounds together, and 1 at most.
     Where clients send outputs on public samples, a round speaks for a client as PerFed-Kin does:
     by the likelihood that it is kin of the others, against that of a stranger. Elsewhere only
-    distance speaks, and only against: by how much it was longer than usual.
+    distance speaks, and only against: by how much it was more than twice the median one.
 
     What is left of a message goes to the middle: the mean of what is heard of the others, or the
     median of each number. Who is not heard at all then says what the others say, for one sample.
@@ -136,11 +137,10 @@ class History(Stage):
             for name, rows in vectors.items():
                 middles[name], distance = distances(rows)
                 usual = distance.median().clamp(min=1e-30)
-                excess = torch.maximum(excess, (distance / usual - 1).clamp(min=0).cpu())
+                excess = torch.maximum(excess, (distance / usual - USUAL).clamp(min=0).cpu())
             for reply, more in zip(group, excess.tolist(), strict=True):
                 before = float(trust.get(str(reply.client.id), 0.0))
-                after = before - self.rate * min(more, LOUDEST)
-                trust[str(reply.client.id)] = torch.tensor(max(-FOREVER, after))
+                trust[str(reply.client.id)] = torch.tensor(max(-FOREVER, before - self.rate * more))
             share = torch.stack([trust[str(reply.client.id)].exp() for reply in group])
             vectors = {name: drawn(rows, middles[name], share) for name, rows in vectors.items()}
             result |= {reply.client.id: reply for reply in with_vectors(group, vectors)}
