@@ -1,5 +1,5 @@
-"""What do hostile clients do to honest ones? Methods × attacks × shares of hostile clients, with and
-without robust stages, measured on the personal models of honest clients.
+"""What do hostile clients do to honest ones? Methods × attacks × shares of hostile clients, with
+and without robust stages, measured on the personal models of honest clients.
 
     python benchmarks/hostile.py tune --workers 16     which stages, by validation accuracy
     python benchmarks/hostile.py run --workers 16      the grid, on seeds that chose nothing
@@ -132,7 +132,7 @@ def places(reduced: bool) -> Iterator[Place]:
 
 def attacks_on(method: str, reduced: bool = False) -> list[str]:
     """Answers that are too certain are hardly wrong: 'scaled' is for weights."""
-    without = set() if "weights" == algorithms[METHODS[method]["name"]].sends else {"scaled"}
+    without = set() if algorithms[METHODS[method]["name"]].sends == "weights" else {"scaled"}
     few = set(ATTACKS) - set(REDUCED_ATTACKS) if reduced else set()
     return [attack for attack in ATTACKS if attack not in without | few]
 
@@ -248,7 +248,9 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("action", choices=("tune", "run"))
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--reduced", action="store_true", help="one seed, two shares, fewer attacks")
+    parser.add_argument(
+        "--reduced", action="store_true", help="one seed, two shares, fewer attacks"
+    )
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--out", type=Path, default=ROOT / "runs")
     parser.add_argument("--shard", type=Shard.parse, help="1/4, say: what a worker is given")

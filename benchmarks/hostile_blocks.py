@@ -192,9 +192,7 @@ def tuned() -> str:
     table = []
     for method, title in NAMES.items():
         best = record["best"][method]
-        cells = [
-            "–" if s not in scores[method] else f"{scores[method][s]:.1f}" for s in kinds
-        ]
+        cells = ["–" if s not in scores[method] else f"{scores[method][s]:.1f}" for s in kinds]
         cells[kinds.index(best)] = f"**{cells[kinds.index(best)]}**"
         table.append([title, *cells])
     note = (

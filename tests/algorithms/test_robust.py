@@ -198,9 +198,7 @@ def test_class_means_of_any_size_do_not_end_a_run(name: str) -> None:
     """Those of 1e30 are brought to the bound that is declared, and a run goes on with less, too."""
     for strength in (1e30, 1e4):
         hostile = {"name": "scaled", "strength": strength, "share": 0.34}
-        run = played(
-            3, algorithm=spec(name), models=SAME, hostile=hostile, clients_per_round=6
-        )
+        run = played(3, algorithm=spec(name), models=SAME, hostile=hostile, clients_per_round=6)
         assert not run.refused
         largest = max(float(t.abs().max()) for t in flatten(run.progress.state).values())
         assert largest < 1e3

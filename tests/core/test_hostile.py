@@ -168,7 +168,6 @@ def test_means_are_of_honest_clients_and_all_are_written_down(tmp_path: Path) ->
     assert honest != frame["test_accuracy"].mean()
     assert result.summary["models"]["personal"]["last"]["test_accuracy"] == pytest.approx(honest)
     assert "3 clients are hostile" in result.table()
-    assert perfed.Experiment is type(tiny(**{"hostile": None}))
 
 
 def test_with_nobody_hostile_nothing_changes() -> None:

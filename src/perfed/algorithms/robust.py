@@ -28,17 +28,18 @@ from torch.nn.functional import softmax
 from perfed.algorithms.perfed_kin import found_kinds, kinship
 from perfed.algorithms.witnesses import Witnesses
 from perfed.core.algorithm import Algorithm, Reply
+from perfed.core.declaration import LARGEST, PROBABILITIES, SAMPLES, Array, Entries, Range, Reals
 from perfed.core.errors import ConfigError
 from perfed.core.message import Message
 from perfed.core.schema import option
 from perfed.core.tree import Tree, escaped
-from perfed.core.declaration import LARGEST, PROBABILITIES, Array, Entries, Range, Reals
 from perfed.core.wire import Stage, Together, stages
 
 FEWEST = 3  # clients, for a middle
 LOUDEST = 2.0  # a round says no more for or against a client, nor do all rounds for it
 FOREVER = 20.0  # what speaks against it in all rounds: nearly nothing is heard then
 USUAL = 2.0  # times the median distance, nothing speaks against a client
+COLUMNS = 1_000_000  # of a vector at once
 STANDARD_ERRORS = 2.0  # as in PerFed-Kin
 Vectors = dict[str, Tensor]
 """By an entry's name, a row for each client."""
@@ -58,19 +59,33 @@ class Bounded(Stage):
 
     directions = ()
 
-    def gather(self, replies: Sequence[Reply], at: Together, state: Tree) -> tuple[list[Reply], Tree]:
-        result = {reply.client.id: reply for reply in _with_bounded_samples(replies, self.samples)}
-        for group in alike(list(result.values())):
-            bounded = _bounded_entries(at.declared)
+    def gather(
+        self, replies: Sequence[Reply], at: Together, state: Tree
+    ) -> tuple[list[Reply], Tree]:
+        replies = list(self._counted(replies, at))
+        result = {reply.client.id: reply for reply in replies}
+        bounded = _bounded_entries(at.declared)
+        for group in alike(replies):
             vectors = {n: rows for n, rows in vectors_of(group).items() if n not in bounded}
+            moved = torch.zeros(len(group), dtype=torch.bool)
             for name, rows in vectors.items():
                 middle, distance = distances(rows)
                 limit = self.reach * distance.median()
                 if limit > 0:  # else most say the same, and nothing is known of what is usual
-                    share = (limit / distance.clamp(min=limit)).clamp(max=1.0)
+                    share = limit / distance.clamp(min=limit)
                     vectors[name] = drawn(rows, middle, share)
-            result |= {reply.client.id: reply for reply in with_vectors(group, vectors)}
+                    moved |= (share < 1).cpu()
+            result |= {r.client.id: r for r in with_vectors(group, vectors, moved)}
         return list(result.values()), state
+
+    def _counted(self, replies: Sequence[Reply], at: Together) -> Iterator[Reply]:
+        """Each for at most so many times the median number of samples."""
+        sizes = torch.tensor([float(reply.client.samples) for reply in replies])
+        weights = torch.tensor([reply.weight for reply in replies]).double()
+        most, heaviest = (self.samples * float(few.median()) for few in (sizes, weights))
+        for reply in replies:
+            few = reply.client.samples <= most
+            yield reply if few else _counting(reply, most, min(reply.weight, heaviest), at)
 
 
 @stages.register("history")
@@ -118,17 +133,24 @@ class History(Stage):
                 before = trust.get(name, torch.zeros(())).cpu()
                 trust[name] = (before + self.rate * change).clamp(-FOREVER, 0).float()
         share = torch.stack([trust[name].double().exp() for name in now])
-        vectors = vectors_of(replies)
-        for name, rows in vectors.items():
-            weights = share.to(rows)[:, None]
-            middle = (weights * rows).sum(0) / weights.sum().clamp(min=1e-30)
-            vectors[name] = drawn(rows, middle, share)
-        quieter = _for_fewer_samples(with_vectors(replies, vectors), share.tolist())
-        return list(quieter), {"bank": bank, "trust": trust}
+        result = {reply.client.id: reply for reply in replies}
+        of = dict(zip(result, share, strict=True))
+        for group in alike(replies, fewest=1):
+            few = torch.stack([of[reply.client.id] for reply in group])
+            vectors = vectors_of(group)
+            for name, rows in vectors.items():
+                weights = few.to(rows)[:, None]
+                middle = (weights * rows).sum(0) / weights.sum().clamp(min=1e-30)
+                vectors[name] = drawn(rows, middle, few)
+            for reply in with_vectors(group, vectors, few < 1):
+                heard_for = float(of[reply.client.id])
+                if heard_for < 1:
+                    samples, weight = reply.client.samples * heard_for, reply.weight * heard_for
+                    reply = _counting(reply, samples, weight, at)
+                result[reply.client.id] = reply
+        return list(result.values()), {"bank": bank, "trust": trust}
 
-    def _by_distance(
-        self, replies: Sequence[Reply], state: Tree
-    ) -> tuple[Sequence[Reply], Tree]:
+    def _by_distance(self, replies: Sequence[Reply], state: Tree) -> tuple[Sequence[Reply], Tree]:
         result = {reply.client.id: reply for reply in replies}
         trust = dict(state.get("trust", {}))
         for group in alike(replies):
@@ -143,7 +165,7 @@ class History(Stage):
                 trust[str(reply.client.id)] = torch.tensor(max(-FOREVER, before - self.rate * more))
             share = torch.stack([trust[str(reply.client.id)].exp() for reply in group])
             vectors = {name: drawn(rows, middles[name], share) for name, rows in vectors.items()}
-            result |= {reply.client.id: reply for reply in with_vectors(group, vectors)}
+            result |= {r.client.id: r for r in with_vectors(group, vectors, share < 1)}
         return list(result.values()), {"trust": trust}
 
 
@@ -163,13 +185,16 @@ class Middle(Stage):
     def middle(self, rows: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def gather(self, replies: Sequence[Reply], at: Together, state: Tree) -> tuple[list[Reply], Tree]:
+    def gather(
+        self, replies: Sequence[Reply], at: Together, state: Tree
+    ) -> tuple[list[Reply], Tree]:
         result = {reply.client.id: reply for reply in replies}
         for group in alike(replies):
             vectors = {
                 name: self.middle(rows).expand_as(rows) for name, rows in vectors_of(group).items()
             }
-            result |= {reply.client.id: reply for reply in with_vectors(group, vectors)}
+            everyone = torch.ones(len(group), dtype=torch.bool)
+            result |= {r.client.id: r for r in with_vectors(group, vectors, everyone)}
         return list(result.values()), state
 
 
@@ -187,16 +212,14 @@ class Median(Middle):
 class Trimmed(Middle):
     """Of each number, the mean over clients without the largest and the smallest."""
 
-    share: float = option(
-        0.3, "share of the clients that is left out at either end", ge=0, lt=0.5
-    )
+    share: float = option(0.3, "share of the clients that is left out at either end", ge=0, lt=0.5)
 
     def middle(self, rows: Tensor) -> Tensor:
         cut = int(self.share * len(rows))
         return rows.sort(0).values[cut : len(rows) - cut].mean(0)
 
 
-def alike(replies: Sequence[Reply]) -> Iterator[list[Reply]]:
+def alike(replies: Sequence[Reply], fewest: int = FEWEST) -> Iterator[list[Reply]]:
     """Replies whose floating arrays can be compared, where there are enough of them."""
     groups: dict[object, list[Reply]] = {}
     for reply in replies:
@@ -205,7 +228,7 @@ def alike(replies: Sequence[Reply]) -> Iterator[list[Reply]]:
     # Where no weights cross, networks may differ and still say the same kind of thing.
     if len({shapes for _, shapes in groups}) == 1:  # type: ignore[misc]
         groups = {"all": list(replies)}
-    yield from (group for group in groups.values() if len(group) >= FEWEST)
+    yield from (group for group in groups.values() if len(group) >= fewest)
 
 
 def vectors_of(replies: Sequence[Reply]) -> Vectors:
@@ -215,8 +238,14 @@ def vectors_of(replies: Sequence[Reply]) -> Vectors:
     }
 
 
-def with_vectors(replies: Sequence[Reply], vectors: Mapping[str, Tensor]) -> Iterator[Reply]:
+def with_vectors(
+    replies: Sequence[Reply], vectors: Mapping[str, Tensor], moved: Tensor
+) -> Iterator[Reply]:
+    """Those that have moved say what the vectors say; the others are as they are."""
     for number, reply in enumerate(replies):
+        if not moved[number]:
+            yield reply
+            continue
         arrays = dict(reply.message.arrays)
         for name, rows in vectors.items():
             inside = [path for path in _floating(reply.message) if path.partition("/")[0] == name]
@@ -228,13 +257,15 @@ def with_vectors(replies: Sequence[Reply], vectors: Mapping[str, Tensor]) -> Ite
 
 def middle_of(rows: Tensor) -> Tensor:
     """The median of each column, between the two in the middle where their number is even."""
-    return rows.quantile(0.5, dim=0)
+    place = (len(rows) - 1) // 2, len(rows) // 2
+    parts = [part.sort(0).values for part in rows.split(COLUMNS, dim=1)]  # sorting takes memory
+    return torch.cat([(part[place[0]] + part[place[1]]) / 2 for part in parts])
 
 
 def distances(rows: Tensor) -> tuple[Tensor, Tensor]:
     """The middle of some vectors, and how far each is from it."""
     middle = middle_of(rows)
-    return middle, (rows - middle).norm(dim=1)
+    return middle, torch.linalg.vector_norm(rows - middle, dim=1, dtype=torch.double)
 
 
 def drawn(rows: Tensor, middle: Tensor, share: Tensor) -> Tensor:
@@ -288,16 +319,12 @@ def _witness(reply: Reply, outputs: str) -> dict[str, Tensor]:
     }
 
 
-def _for_fewer_samples(replies: Iterator[Reply], shares: Sequence[float]) -> Iterator[Reply]:
-    for reply, share in zip(replies, shares, strict=True):
-        yield _counting(reply, share * reply.client.samples, share * reply.weight)
-
-
-def _counting(reply: Reply, samples: float, weight: float) -> Reply:
+def _counting(reply: Reply, samples: float, weight: float, at: Together) -> Reply:
     """As if from a client with so many samples, one at least."""
     number = max(1, round(samples))
+    told = {escaped(name) for name, entry in (at.declared or {}).items() if entry == SAMPLES}
     arrays = {
-        path: torch.full_like(t, number) if path == "samples" else t
+        path: torch.full_like(t, number) if path in told else t
         for path, t in reply.message.arrays.items()
     }
     client = replace(reply.client, samples=number)
@@ -310,13 +337,4 @@ def _floating(message: Message) -> dict[str, Tensor]:
 
 def _vector(message: Message, name: str) -> Tensor:
     inside = [t for path, t in _floating(message).items() if path.partition("/")[0] == name]
-    return torch.cat([tensor.reshape(-1).double() for tensor in inside])
-
-
-def _with_bounded_samples(replies: Sequence[Reply], times: float) -> Iterator[Reply]:
-    """A client counts for at most so many times the median number of samples, in ``merge`` too."""
-    most = times * torch.tensor([float(r.client.samples) for r in replies]).median().item()
-    heaviest = times * torch.tensor([r.weight for r in replies]).median().item()
-    for reply in replies:
-        few = reply.client.samples <= most
-        yield reply if few else _counting(reply, most, min(reply.weight, heaviest))
+    return torch.cat([tensor.reshape(-1) for tensor in inside])

@@ -75,7 +75,10 @@ def _own(paths: Iterable[str]) -> Iterable[tuple[str, type[Component]]]:
             raise ConfigError(error.message, "--with") from None
         components = {name: cls for name, cls in found.items() if _is_component(cls)}
         if not components:
-            what = "algorithm, dataset, partition, shift, network, optimizer, schedule, stage or attack"
+            what = (
+                "algorithm, dataset, partition, shift, network, optimizer, schedule, stage or "
+                "attack"
+            )
             raise ConfigError(f"'{path}' defines no {what}", "--with")
         yield from components.items()
 

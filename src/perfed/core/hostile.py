@@ -206,7 +206,9 @@ class Constant(Attack):
     """The same class for every sample, each client its own; models of zeros."""
 
     def rows(self, rows: Tensor, who: Attacker, path: str) -> Tensor:
-        favourite = int(numpy_stream(who.seed, "hostile-class", who.client).integers(rows.shape[-1]))
+        favourite = int(
+            numpy_stream(who.seed, "hostile-class", who.client).integers(rows.shape[-1])
+        )
         return _certain(rows, torch.full(rows.shape[:-1], favourite))
 
     def features(self, values: Tensor, who: Attacker, path: str) -> Tensor:

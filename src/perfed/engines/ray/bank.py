@@ -14,10 +14,10 @@ import torch
 
 from perfed.config import Training
 from perfed.core.algorithm import Algorithm
+from perfed.core.hostile import Attack
 from perfed.core.message import Message
 from perfed.core.metrics import learn
 from perfed.core.tree import identity
-from perfed.core.hostile import Attack
 from perfed.core.wire import Link
 from perfed.data import Federation
 from perfed.engines.base import ClientRecord, Method
