@@ -107,8 +107,10 @@ def test_in_every_method_they_send_what_is_admitted(name: str, attack: str) -> N
     assert sum(simulation.federation.partition_facts["hostile"]) == 3
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("name", ["perfed-kin", "fedavg"])
 def test_engines_agree_on_what_hostile_clients_send(name: str) -> None:
+    """In float64: a rounding may decide which class is the least likely."""
     changes: dict[str, Any] = {
         "algorithm": spec(name),
         "hostile": {"name": "worst"} | HALF,
@@ -120,7 +122,7 @@ def test_engines_agree_on_what_hostile_clients_send(name: str) -> None:
     states = [flatten(s.progress.state) | flatten(s.progress.link) for s in (one, other)]
     assert states[0].keys() == states[1].keys()
     for path, tensor in states[0].items():
-        torch.testing.assert_close(tensor, states[1][path], rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(tensor, states[1][path], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.ray

@@ -220,14 +220,14 @@ class Trimmed(Middle):
 
 
 def alike(replies: Sequence[Reply], fewest: int = FEWEST) -> Iterator[list[Reply]]:
-    """Replies whose floating arrays can be compared, where there are enough of them."""
+    """Replies whose floating arrays can be compared, where there are enough of them. Weights are of
+    one architecture; anything else clients with different networks say alike."""
     groups: dict[object, list[Reply]] = {}
     for reply in replies:
         shapes = tuple((path, tuple(t.shape)) for path, t in _floating(reply.message).items())
-        groups.setdefault((reply.client.architecture, shapes), []).append(reply)
-    # Where no weights cross, networks may differ and still say the same kind of thing.
-    if len({shapes for _, shapes in groups}) == 1:  # type: ignore[misc]
-        groups = {"all": list(replies)}
+        weights = any("/" in path for path, _ in shapes)
+        key = (reply.client.architecture if weights else "", shapes)
+        groups.setdefault(key, []).append(reply)
     yield from (group for group in groups.values() if len(group) >= fewest)
 
 
@@ -249,7 +249,7 @@ def with_vectors(
         arrays = dict(reply.message.arrays)
         for name, rows in vectors.items():
             inside = [path for path in _floating(reply.message) if path.partition("/")[0] == name]
-            parts = rows[number].split([arrays[path].numel() for path in inside])
+            parts = torch.split(rows[number], [arrays[path].numel() for path in inside])
             for path, part in zip(inside, parts, strict=True):
                 arrays[path] = part.reshape(arrays[path].shape).to(arrays[path])
         yield replace(reply, message=Message.from_arrays(arrays))
@@ -258,7 +258,7 @@ def with_vectors(
 def middle_of(rows: Tensor) -> Tensor:
     """The median of each column, between the two in the middle where their number is even."""
     place = (len(rows) - 1) // 2, len(rows) // 2
-    parts = [part.sort(0).values for part in rows.split(COLUMNS, dim=1)]  # sorting takes memory
+    parts = [part.sort(0).values for part in torch.split(rows, COLUMNS, dim=1)]  # for memory
     return torch.cat([(part[place[0]] + part[place[1]]) / 2 for part in parts])
 
 

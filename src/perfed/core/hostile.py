@@ -102,7 +102,10 @@ class Attack(Component):
         0.3, "share of the clients that are hostile, drawn by the seed", ge=0, le=1
     )
     samples: float = option(
-        1.0, "how many times as many samples as it has a hostile client tells", gt=0, le=1e9
+        1.0,
+        "how many times its number of samples a hostile client claims to have",
+        gt=0,
+        le=1e9,
     )
 
     def clients(self, clients: int, seed: int) -> np.ndarray:

@@ -309,16 +309,16 @@ class Population:
         return self._sent(client, received, reply, "client_round")
 
     def _sent(
-        self, client: EngineClient, received: Message, message: Any, method: str
+        self, client: EngineClient, received: Message, written: Any, method: str
     ) -> Message | None:
-        if not isinstance(message, Message):
-            raise wrong_return(self.algorithm, method, message)
+        if not isinstance(written, Message):
+            raise wrong_return(self.algorithm, method, written)
+        message: Message | None = written
         if self.attack is not None and not self._honest[client.id]:
             who = Attacker(self.seed, client.id, client.round, self.known(client.id, received))
-            lie = self.attack.message(message, self._messages.up, who)
-            if lie is None:
-                return None
-            message = lie
+            message = self.attack.message(written, self._messages.up, who)
+        if message is None:
+            return None
         if self.link.stages and find_not_finite({0: [*message.arrays.items()]}):
             return message  # as it is: whoever gets the outcome sees that it is broken
         state = client.kept.get("link", {})
