@@ -3,7 +3,7 @@ and without robust stages, measured on the personal models of honest clients.
 
     python benchmarks/hostile.py tune --workers 16     which stages, by validation accuracy
     python benchmarks/hostile.py run --workers 16      the grid, on seeds that chose nothing
-    python benchmarks/hostile.py run --reduced         ten minutes on two cores; a record of its own
+    python benchmarks/hostile.py run --reduced         20 minutes on two cores; a record of its own
 
 Each worker is a process of its own. Stopped, it goes on where it was. Nothing more is begun after
 some time: --seconds 500. Runs and their records go to runs/, or elsewhere: --out FOLDER. The record
@@ -138,15 +138,14 @@ def attacks_on(method: str, reduced: bool = False) -> list[str]:
 
 
 def grid(reduced: bool) -> dict[str, Experiment]:
-    seeds = SEEDS[:1] if reduced else SEEDS
     cells = {
         cell(s, m, seed, a, share, stages): experiment(s, METHODS[m], seed, a, share, stages)
-        for seed in seeds
+        for seed in SEEDS
         for s, m, a, share, stages in places(reduced)
     }
     alone = {
         cell(s, "local", seed, "", 0.0, "none"): experiment(s, LOCAL, seed)
-        for seed in seeds
+        for seed in SEEDS
         for s in SETTINGS
     }
     return alone | cells
@@ -205,7 +204,6 @@ def accuracies(record: Record | None) -> list[int] | None:
 
 def gathered(records: Mapping[str, Record], reduced: bool) -> dict[str, Any]:
     """Accuracies of all clients, and who of them is hostile, by seed."""
-    seeds = SEEDS[:1] if reduced else SEEDS
     rows = [
         {
             "setting": s,
@@ -213,22 +211,22 @@ def gathered(records: Mapping[str, Record], reduced: bool) -> dict[str, Any]:
             "attack": a,
             "share": share,
             "stages": stages,
-            "clients": [accuracies(records[cell(s, m, seed, a, share, stages)]) for seed in seeds],
+            "clients": [accuracies(records[cell(s, m, seed, a, share, stages)]) for seed in SEEDS],
         }
         for s, m, a, share, stages in places(reduced)
     ]
     local = {
-        s: [accuracies(records[cell(s, "local", seed, "", 0.0, "none")]) for seed in seeds]
+        s: [accuracies(records[cell(s, "local", seed, "", 0.0, "none")]) for seed in SEEDS]
         for s in SETTINGS
     }
     hostile = {
         f"{share:g}": [
             Silent(share=share).clients(BASE["clients"], seed).nonzero()[0].tolist()
-            for seed in seeds
+            for seed in SEEDS
         ]
         for share in SHARES
     }
-    return {"seeds": seeds, "rows": rows, "local": local, "hostile": hostile}
+    return {"seeds": SEEDS, "rows": rows, "local": local, "hostile": hostile}
 
 
 def write(name: str, content: Mapping[str, Any], records: Mapping[str, Record]) -> None:
@@ -248,9 +246,7 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("action", choices=("tune", "run"))
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument(
-        "--reduced", action="store_true", help="one seed, two shares, fewer attacks"
-    )
+    parser.add_argument("--reduced", action="store_true", help="two shares, fewer attacks")
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--out", type=Path, default=ROOT / "runs")
     parser.add_argument("--shard", type=Shard.parse, help="1/4, say: what a worker is given")

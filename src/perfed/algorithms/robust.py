@@ -135,6 +135,8 @@ class History(Stage):
         share = torch.stack([trust[name].double().exp() for name in now])
         result = {reply.client.id: reply for reply in replies}
         of = dict(zip(result, share, strict=True))
+        # Who is not trusted is not believed a large number of samples either.
+        usual = float(torch.tensor([float(r.client.samples) for r in replies]).median())
         for group in alike(replies, fewest=1):
             few = torch.stack([of[reply.client.id] for reply in group])
             vectors = vectors_of(group)
@@ -145,8 +147,8 @@ class History(Stage):
             for reply in with_vectors(group, vectors, few < 1):
                 heard_for = float(of[reply.client.id])
                 if heard_for < 1:
-                    samples, weight = reply.client.samples * heard_for, reply.weight * heard_for
-                    reply = _counting(reply, samples, weight, at)
+                    samples = min(usual, reply.client.samples) * heard_for
+                    reply = _counting(reply, samples, reply.weight * heard_for, at)
                 result[reply.client.id] = reply
         return list(result.values()), {"bank": bank, "trust": trust}
 
