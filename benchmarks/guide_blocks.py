@@ -163,6 +163,7 @@ BLOCKS = {
     "options-partitions": lambda: components(perfed.partitions),
     "options-shifts": lambda: components(perfed.shifts),
     "options-stages": lambda: components(perfed.stages),
+    "options-attacks": lambda: components(perfed.attacks),
     "options-presets": lambda: files("preset", PRESETS),
     "options-links": lambda: files("link", LINKS),
 }

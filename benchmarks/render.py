@@ -15,6 +15,8 @@ from typing import Any
 from committed import ROOT, machine, result
 from drawn import draw, stamp_in, stamp_of
 from guide_blocks import BLOCKS as GUIDE_BLOCKS
+from hostile_blocks import BLOCKS as HOSTILE_BLOCKS
+from hostile_blocks import FIGURES as HOSTILE_FIGURES
 from kin_blocks import BLOCKS as KIN_BLOCKS
 from paper_blocks import BLOCKS as PAPER_BLOCKS
 from paper_blocks import FIGURES
@@ -41,6 +43,7 @@ DOCUMENTS = (
     "docs/one-table.md",
     "docs/security.md",
     "docs/methods.md",
+    "docs/hostile.md",
 )
 
 
@@ -433,6 +436,7 @@ BLOCKS = {
     **SECURITY_BLOCKS,
     **PEERS_BLOCKS,
     **STUDY_BLOCKS,
+    **HOSTILE_BLOCKS,
     "bench-h200": lambda: engines("bench_h200"),
     "bench-cpu": lambda: engines("bench_cpu"),
     "profile": profile,
@@ -467,7 +471,7 @@ def main() -> None:
             wrong.append(name)
             if "--check" not in sys.argv:
                 path.write_text(new, "utf-8")
-    for name, plot in FIGURES.items():
+    for name, plot in (FIGURES | HOSTILE_FIGURES).items():
         path, figure = ROOT / "docs" / f"{name}.png", plot()
         if stamp_in(path) != stamp_of(figure):
             wrong.append(f"docs/{path.name}")

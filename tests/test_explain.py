@@ -22,6 +22,7 @@ REGISTRIES = {
     "partition": perfed.partitions,
     "shift": perfed.shifts,
     "models.architectures": perfed.architectures,
+    "hostile": perfed.attacks,
 }
 OPTIONS = [
     (key, name, field.name)

@@ -15,6 +15,7 @@ import perfed.core.codecs  # noqa: F401  (and codecs)
 from perfed.config import Comparison, Experiment, Training, load
 from perfed.core.algorithm import Algorithm, algorithms
 from perfed.core.errors import PerfedError
+from perfed.core.hostile import Attack, attacks
 from perfed.core.message import Message
 from perfed.core.optimizer import Optimizer, optimizers
 from perfed.core.schedule import Schedule, schedules
@@ -45,6 +46,7 @@ except _metadata.PackageNotFoundError:  # run from a source tree that is not ins
 
 __all__ = [
     "Algorithm",
+    "Attack",
     "Callback",
     "Comparison",
     "ComparisonResult",
@@ -63,6 +65,7 @@ __all__ = [
     "Weights",
     "algorithms",
     "architectures",
+    "attacks",
     "compare",
     "datasets",
     "load",

@@ -15,6 +15,7 @@ from typing import Any, Literal, get_type_hints
 
 from perfed.core.algorithm import Algorithm
 from perfed.core.errors import ConfigError, cut, did_you_mean, shown
+from perfed.core.hostile import Attack
 from perfed.core.optimizer import Optimizer
 from perfed.core.paths import expanded
 from perfed.core.schedule import Schedule
@@ -146,6 +147,11 @@ class Experiment(Options):
     models: Models = option(Models(), "the networks, and which client has which")
     training: Training = option(Training(), "local training")
     algorithm: Algorithm = option("perfed-ckt", "the algorithm")
+    hostile: Attack | None = option(
+        None,
+        "what hostile clients send, in simulations: an attack, with the share of clients that are "
+        "hostile; means and tables are then of honest clients",
+    )
     metrics: tuple[str, ...] = option(
         (), "metrics of your own to record beside perfed's, each as file.py:name"
     )
@@ -173,6 +179,8 @@ class Experiment(Options):
             )
         if self.shift is not None:
             self.shift.sizes(self.clients)  # every group has clients
+        if self.hostile is not None and round(self.hostile.share * self.clients) >= self.clients:
+            raise ConfigError("no client is left that is honest: must be lower", "hostile.share")
         if self.algorithm.needs_plain_sgd and not self.training.optimizer.is_plain():
             raise ConfigError(
                 f"'{self.algorithm.registered_name}' needs plain SGD: must be sgd, without "
@@ -186,6 +194,11 @@ class Experiment(Options):
                     "leaves a code: put it before",
                     "wire",
                 )
+        for number, stage in enumerate(self.wire):
+            try:
+                stage.check(self.algorithm)
+            except ConfigError as error:
+                raise error.inside(f"wire[{number}]") from None
         try:
             self.algorithm.check(self.clients_per_round)
         except ConfigError as error:
@@ -202,6 +215,13 @@ class Experiment(Options):
 
     def federation(self) -> Federation:
         """Its clients and their samples, as every run of it has them."""
+        federation = self._honest_federation()
+        if self.hostile is None:
+            return federation
+        hostile = {"hostile": self.hostile.clients(federation.clients, self.seed)}
+        return replace(federation, partition_facts=federation.partition_facts | hostile)
+
+    def _honest_federation(self) -> Federation:
         return build_federation(
             self.data,
             self.partition,

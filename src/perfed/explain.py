@@ -221,6 +221,7 @@ NAMED = (
     "training.optimizer",
     "training.schedule",
     "wire",
+    "hostile",
 )
 """Keys whose values go by a name."""
 

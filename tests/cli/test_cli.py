@@ -183,6 +183,8 @@ def test_list_names_everything_with_a_meaning(monkeypatch: pytest.MonkeyPatch) -
             "shifts",
             "optimizers",
             "schedules",
+            "stages",
+            "attacks",
             "metrics",
             "presets",
             "links",

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import perfed
 from perfed import Result
 from perfed.core import tensorfile
-from perfed.core.errors import PerfedError, RunError
+from perfed.core.errors import ConfigError, PerfedError, RunError
 from perfed.core.message import Message
 from perfed.flower.coordinator import coordinate
 from perfed.flower.ledger import Ledger
@@ -90,6 +90,20 @@ def test_what_counts_and_what_is_held_out_are_the_simulations(
     run(folder, desk(folder))
     simulated(tmp_path / "simulation", same, **changes)
     assert_same_numbers(folder / "run", tmp_path / "simulation")
+
+
+def test_robust_stages_do_what_they_do_in_a_simulation(tmp_path: Path) -> None:
+    changes = {"algorithm": {"name": "perfed-kin"}, "wire": ["history", "bounded"], "rounds": 3}
+    folder = write_federation(tmp_path / "federation", **changes)
+    run(folder, desk(folder))
+    simulated(tmp_path / "simulation", **changes)
+    assert_same_numbers(folder / "run", tmp_path / "simulation")
+
+
+def test_hostile_clients_are_for_simulations(tmp_path: Path) -> None:
+    folder = write_federation(tmp_path / "federation", hostile="random")
+    with pytest.raises(ConfigError, match=r"experiment\.hostile: sites are what they are"):
+        run(folder, desk(folder))
 
 
 def test_two_of_three_a_round_are_the_ones_the_simulation_draws(tmp_path: Path) -> None:

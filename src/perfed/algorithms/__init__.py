@@ -1,5 +1,6 @@
 """One file per algorithm; importing this package registers them all."""
 
+import perfed.algorithms.robust  # noqa: F401  (registers its stages)
 from perfed.algorithms.apfl import APFL
 from perfed.algorithms.cfd import CFD
 from perfed.algorithms.cosmos import Cosmos

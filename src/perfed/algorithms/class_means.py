@@ -2,6 +2,10 @@
 
 A message has a row for every class. The counts beside it say which rows are means: a class that a
 client does not have has a count of zero, and its row means nothing.
+
+One client must not end everybody's run by features of 1e30. So features have a bound by
+declaration, far above those of any network that learns; and the server shortens prototypes that are
+many times as long as those of most clients.
 """
 
 from __future__ import annotations
@@ -13,9 +17,15 @@ import torch
 from torch import Tensor
 
 from perfed.core.algorithm import Client, Reply
-from perfed.core.declaration import COUNTS, REALS, Array, Entries, Reals
+from perfed.core.declaration import COUNTS, Array, Entries, Reals
 
-PROTOTYPES: Entries = {"prototypes": Array(("N", "F"), REALS), "counts": Array(("N",), COUNTS)}
+LARGEST_FEATURE = 1e6
+LONGEST = 10.0  # times the median of what clients sent in a round
+FEATURES = Reals(-LARGEST_FEATURE, LARGEST_FEATURE)
+PROTOTYPES: Entries = {
+    "prototypes": Array(("N", "F"), FEATURES),
+    "counts": Array(("N",), COUNTS),
+}
 """What a client sends: the mean features of its classes, and of how many samples each is."""
 KNOWN = Array(("N",), Reals(0.0, 1.0))
 """1 for a class of which the server knows something, 0 for another."""
@@ -40,10 +50,20 @@ def received(replies: Sequence[Reply], name: str) -> Tensor:
     return torch.stack([reply.message[name] for reply in replies])
 
 
+def received_prototypes(replies: Sequence[Reply]) -> Tensor:
+    """All prototypes, (m, N, F); one that is too long keeps its direction only."""
+    rows, there = received(replies, "prototypes"), present(received(replies, "counts"))
+    if not there.any():
+        return rows
+    lengths = rows.norm(dim=2)
+    longest = LONGEST * lengths[there].median()
+    return torch.where((lengths > longest)[..., None], rows * (longest / lengths)[..., None], rows)
+
+
 def labelled_prototypes(replies: Sequence[Reply]) -> tuple[Tensor, Tensor]:
     """All prototypes that clients sent, one below the other, and the class of each."""
     there = present(received(replies, "counts"))
-    return received(replies, "prototypes")[there], there.nonzero()[:, 1]
+    return received_prototypes(replies)[there], there.nonzero()[:, 1]
 
 
 def shuffled_batches(

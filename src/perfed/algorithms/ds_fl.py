@@ -57,7 +57,7 @@ class DSFL(Algorithm):
     )
 
     sends = "outputs on public samples"
-    needs_public_set = trains_on_public_set = True
+    needs_public_set = trains_on_public_set = merges_by_mean = True
 
     def messages(self) -> Messages:
         decisions = Array(("P", "N"), PROBABILITIES)

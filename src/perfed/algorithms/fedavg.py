@@ -31,6 +31,7 @@ from perfed.core.tree import Tree, Weights
 @dataclass(frozen=True)
 class FedAvg(Algorithm):
     sends = "weights"
+    merges_by_mean = True
     evaluated_with_server = True
 
     def messages(self) -> Messages:

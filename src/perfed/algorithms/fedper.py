@@ -47,7 +47,7 @@ NO_BASE = Weights({}, {})
 class FedPer(Algorithm):
     sends = "weights"  # all but the head's
     needs_features = True
-    evaluated_with_server = True
+    evaluated_with_server = merges_by_mean = True
 
     def messages(self) -> Messages:
         base = {"base": Model(part="base")}

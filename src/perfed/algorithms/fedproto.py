@@ -33,7 +33,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from perfed.algorithms.class_means import KNOWN, PROTOTYPES, class_means, present, received
+from perfed.algorithms.class_means import (
+    KNOWN,
+    PROTOTYPES,
+    class_means,
+    present,
+    received,
+    received_prototypes,
+)
 from perfed.core.algorithm import (
     Algorithm,
     Client,
@@ -85,7 +92,7 @@ class FedProto(Algorithm):
         return cross_entropy(model.head(features), private.y) + self.weight * distances.mean()
 
     def merge(self, server: Server, state: Tree, replies: Sequence[Reply]) -> Tree:
-        counts, prototypes = received(replies, "counts"), received(replies, "prototypes")
+        counts, prototypes = received(replies, "counts"), received_prototypes(replies)
         has = present(counts)
         shares = torch.where(has, counts / counts.sum(1, keepdim=True), 0.0)
         amounts = shares * torch.tensor([[reply.weight] for reply in replies]).to(shares)

@@ -38,6 +38,7 @@ from perfed.algorithms.class_means import (
     labelled_prototypes,
     present,
     received,
+    received_prototypes,
     shuffled_batches,
 )
 from perfed.algorithms.fedproto import FedProto
@@ -70,7 +71,7 @@ class FedTGP(FedProto):
 
     def margin_between(self, replies: Sequence[Reply]) -> float:
         """The largest distance of a class from its nearest other, of clients' mean prototypes."""
-        has, prototypes = present(received(replies, "counts")), received(replies, "prototypes")
+        has, prototypes = present(received(replies, "counts")), received_prototypes(replies)
         clients = has.sum(0)
         means = (has[..., None] * prototypes).sum(0)[clients > 0] / clients[clients > 0][:, None]
         if len(means) < 2:

@@ -45,6 +45,7 @@ from perfed.core.tree import Tree, Weights
 class LGFedAvg(Algorithm):
     sends: ClassVar[Sends] = "parts of networks"
     needs_features = shares_features = evaluated_with_server = True
+    merges_by_mean: ClassVar[bool] = True
 
     def messages(self) -> Messages:
         head = PerParameter("head")

@@ -25,7 +25,7 @@ def list_(
         str | None,
         typer.Argument(
             help="algorithms, models, datasets, partitions, shifts, optimizers, schedules, stages, "
-            "metrics, presets, links or studies"
+            "attacks, metrics, presets, links or studies"
         ),
     ] = None,
     with_: Annotated[
@@ -47,6 +47,7 @@ def list_(
         "optimizers": perfed.optimizers,
         "schedules": perfed.schedules,
         "stages": perfed.stages,
+        "attacks": perfed.attacks,
     }
     folders = {"presets": PRESETS, "links": LINKS, "studies": STUDIES}
     known = [*registries, "metrics", *folders]
@@ -75,7 +76,10 @@ def _own(paths: Iterable[str]) -> Iterable[tuple[str, type[Component]]]:
             raise ConfigError(error.message, "--with") from None
         components = {name: cls for name, cls in found.items() if _is_component(cls)}
         if not components:
-            what = "algorithm, dataset, partition, shift, network, optimizer, schedule or stage"
+            what = (
+                "algorithm, dataset, partition, shift, network, optimizer, schedule, stage or "
+                "attack"
+            )
             raise ConfigError(f"'{path}' defines no {what}", "--with")
         yield from components.items()
 

@@ -285,6 +285,9 @@ class Algorithm(Component):
     """Whether it looks at clients' validation samples. Their accuracy then is no held-out evidence,
     unless half of them are kept from it: ``split.second_validation``."""
 
+    merges_by_mean: ClassVar[bool] = False
+    """Whether :meth:`merge` takes means over replies, so that a median can stand for them."""
+
     learns_from_others: ClassVar[bool] = True
     """Whether anything a client gets from the server changes what it learns."""
     reference: ClassVar[bool] = False

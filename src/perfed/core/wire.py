@@ -45,12 +45,20 @@ What a stage may rely on, and what it must do:
   a stage whose two ends must agree, unless the stage itself begins anew.
 
 The server's half ends with admission: :func:`perfed.core.admission.refusals`.
+
+Up to here each message is alone. A stage may also have a ``gather``: one step of the server over
+all that was admitted in a round, before ``merge``. It sees replies, with what is known of each
+client and how much it counts, and gives replies: fewer, or others. So a method that takes a mean
+takes a robust one (``algorithms/robust.py``). Stages gather in the order of the list. The state of
+a gathering is one tree for all clients, at the server. A stage that does nothing else has no
+``directions``, and sites need not know of it. ``check`` refuses methods that a stage does not fit.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 
@@ -62,8 +70,12 @@ from perfed.core.registry import Component, Registry
 from perfed.core.streams import numpy_stream
 from perfed.core.tree import Tree
 
+if TYPE_CHECKING:
+    from perfed.core.algorithm import Algorithm, Reply
+
 Direction = Literal["up", "down", "evaluation"]
 """Up is to the server. What is sent for an evaluation takes the way down, with its own numbers."""
+TOGETHER = "together"  # in the place of a client's name, where the server keeps states
 
 
 @dataclass(frozen=True)
@@ -91,6 +103,25 @@ class At:
         return numpy_stream(self.seed, name, self.client, self.round)
 
 
+@dataclass(frozen=True)
+class Together:
+    """Where all clients' messages of a round are gathered."""
+
+    seed: int
+    round: int
+    stage: int
+    """Which stage of the link, from 0."""
+    declared: Entries | None
+    """What clients send."""
+    takes_mean: bool
+    """Whether the method merges by a mean of messages."""
+
+    def random(self, purpose: str = "") -> np.random.Generator:
+        """A stream for this place alone, one for each purpose."""
+        name = f"wire/together/{self.stage}/{purpose}"
+        return numpy_stream(self.seed, name, round=self.round)
+
+
 class Stage(Component):
     """One step between an algorithm and the network; see the module's docstring."""
 
@@ -109,6 +140,16 @@ class Stage(Component):
     def receive(self, message: Message, at: At, state: Tree) -> tuple[Message, Tree]:
         """What the other end's ``send`` was given, and the state this end keeps."""
         return message, state
+
+    def gather(
+        self, replies: Sequence[Reply], at: Together, state: Tree
+    ) -> tuple[Sequence[Reply], Tree]:
+        """What ``merge`` is given of all that was admitted in a round, and the state kept for the
+        next. In the opening (round −1) there is no state, and none is kept."""
+        return replies, state
+
+    def check(self, algorithm: Algorithm) -> None:
+        """Raise ConfigError where this stage makes no sense with an algorithm."""
 
 
 stages: Registry[Stage] = Registry("stage")
@@ -172,6 +213,32 @@ class Link:
         if not all(stage.exact for _, stage in serving):
             message = nearest(message, declared)
         return message, state
+
+    def gather(
+        self,
+        replies: Sequence[Reply],
+        round: int,
+        state: Tree,
+        declared: Entries | None,
+        takes_mean: bool = False,
+    ) -> tuple[Sequence[Reply], Tree]:
+        """What ``merge`` is given, and the state of all clients afterwards."""
+        for number, stage in enumerate(self.stages):
+            if type(stage).gather is Stage.gather:
+                continue
+            together: Tree = state.get(TOGETHER, {}) if round >= 0 else {}
+            before = {id(reply.message) for reply in replies}
+            at = Together(self.seed, round, number, declared, takes_mean)
+            replies, kept = stage.gather(replies, at, together.get(str(number), {}))
+            replies = [
+                reply
+                if id(reply.message) in before
+                else replace(reply, message=nearest(reply.message, declared))
+                for reply in replies
+            ]
+            if round >= 0 and kept:
+                state = state | {TOGETHER: together | {str(number): kept}}
+        return replies, state
 
     def _at(
         self,

@@ -24,7 +24,13 @@ from perfed.data.tokens import all_tokens, tokens_in
 FreshMix = Literal["test", "held"]
 SMALLEST_CLIENT = 3  # one sample each to train, to validate and to test
 # The facts of a partition that are of each client.
-OF_EACH_CLIENT = {"sizes": int, "client_names": str, "groups": int, "repaired": bool}
+OF_EACH_CLIENT = {
+    "sizes": int,
+    "client_names": str,
+    "groups": int,
+    "repaired": bool,
+    "hostile": bool,
+}
 SPLITS_IN_MEMORY = 4096  # of the clients asked for last
 
 

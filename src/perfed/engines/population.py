@@ -15,6 +15,7 @@ from perfed.core.admission import check
 from perfed.core.algorithm import Algorithm, Predictor
 from perfed.core.declaration import Known
 from perfed.core.errors import ConfigError, did_you_mean, shape_text
+from perfed.core.hostile import Attack, Attacker, honest_ones
 from perfed.core.inputs import Inputs
 from perfed.core.message import Message
 from perfed.core.metrics import EVALUATED_ON, Samples, column_name, evaluate
@@ -60,6 +61,7 @@ class Population:
         store: ClientStore | None = None,
         link: Link | None = None,
         trusts_server: bool = True,
+        attack: Attack | None = None,
     ) -> None:
         self.algorithm = algorithm
         self.federation = federation
@@ -69,6 +71,9 @@ class Population:
         self.device = device
         self.link = link or Link(seed=seed)
         self._trusts_server = trusts_server
+        self.attack = attack
+        """What hostile clients do; who they are is said in the federation's facts."""
+        self._honest = honest_ones(federation.partition_facts, federation.clients)
         self._messages = algorithm.messages()
         self.engine: Engine
         """Set by whoever runs these clients."""
@@ -287,9 +292,9 @@ class Population:
             check(message, {}, self.known(client.id))
         with running(self.algorithm, "first_message"):
             first = self.algorithm.first_message(client)
-        return None if first is None else self._sent(client, first, "first_message", message)
+        return None if first is None else self._sent(client, message, first, "first_message")
 
-    def _client_round(self, client: EngineClient, message: Message) -> Message:
+    def _client_round(self, client: EngineClient, message: Message) -> Message | None:
         state, declared = client.kept.get("link", {}), self._messages.down
         received, kept = self.link.receive(
             message, client.id, client.round, "down", state, declared, self.known(client.id)
@@ -301,11 +306,19 @@ class Population:
         with running(self.algorithm, "client_round"):
             reply = self.algorithm.client_round(client, received)
         client.check_kept()
-        return self._sent(client, reply, "client_round", received)
+        return self._sent(client, received, reply, "client_round")
 
-    def _sent(self, client: EngineClient, message: Any, method: str, received: Message) -> Message:
-        if not isinstance(message, Message):
-            raise wrong_return(self.algorithm, method, message)
+    def _sent(
+        self, client: EngineClient, received: Message, written: Any, method: str
+    ) -> Message | None:
+        if not isinstance(written, Message):
+            raise wrong_return(self.algorithm, method, written)
+        message: Message | None = written
+        if self.attack is not None and not self._honest[client.id]:
+            who = Attacker(self.seed, client.id, client.round, self.known(client.id, received))
+            message = self.attack.message(written, self._messages.up, who)
+        if message is None:
+            return None
         if self.link.stages and find_not_finite({0: [*message.arrays.items()]}):
             return message  # as it is: whoever gets the outcome sees that it is broken
         state, known = client.kept.get("link", {}), self.known(client.id, received)
@@ -336,7 +349,7 @@ class Population:
         sizes |= {"F": self.width(own)} if self._heads else {}
         return Known(
             sizes,
-            self.train_size(client),
+            self.told_size(client),
             lambda network: self.initial_weights(network or own),
             lambda network: self.head(network or own),
             Message() if received is None else received,
@@ -430,6 +443,11 @@ class Population:
 
     def train_size(self, client: int) -> int:
         return int(self.federation.train_sizes[client])
+
+    def told_size(self, client: int) -> int:
+        """How many training samples a client says it has."""
+        size = self.train_size(client)
+        return size if self.attack is None or self._honest[client] else self.attack.told(size)
 
 
 def with_public_statistics(weights: Weights, algorithm: Algorithm, training: Training) -> Weights:

@@ -287,6 +287,10 @@ class CoordinatorOptions(Options):
             raise ConfigError(
                 "there are no samples here: sites have their own as they are", "experiment.shift"
             )
+        if self.experiment.hostile is not None:
+            raise ConfigError(
+                "sites are what they are: only simulations have it", "experiment.hostile"
+            )
         if self.experiment.evaluate_clients:
             raise ConfigError(
                 "every site evaluates itself: must be 0", "experiment.evaluate_clients"

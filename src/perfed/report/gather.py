@@ -158,7 +158,8 @@ class Run:
 
     def accuracies(self, kind: str, round: int) -> np.ndarray:
         """Of every client; NaN where a site has not told."""
-        return np.array(self.client_numbers[round][kind]["test_accuracy"], dtype=float)
+        numbers = np.array(self.client_numbers[round][kind]["test_accuracy"], dtype=float)
+        return np.where(self.partition.get("hostile", False), np.nan, numbers)
 
     def cost(self, round: int, what: str) -> int:
         """``parameters`` or ``bytes`` sent up to the end of a round."""

@@ -34,7 +34,7 @@ class Progress:
     """Whether the server has its first state."""
     state: Tree = field(default_factory=dict)
     link: Tree = field(default_factory=dict)
-    """What the server's end of the wire keeps, by client."""
+    """What the server's end of the wire keeps, by client; and of all clients together."""
     traffic: Traffic = field(default_factory=Traffic)
     trained: dict[int, int] = field(default_factory=dict)
     """In how many rounds each client has trained; those that have not are not here."""

@@ -400,11 +400,15 @@ class Coordinator(ABC):
         server = self.server(round)
         clients = sum(server.architectures.values())
         ordered = [self._reply(client, replies[client], clients) for client in sorted(replies)]
-        before = self.progress.state
+        before, link = self.progress.state, self.progress.link
+        gathered, link = self._link.gather(
+            ordered, round, link, self._messages.up, self.algorithm.merges_by_mean
+        )
         stream = torch_stream(self.experiment.seed, "server-module", round=round)
         with stream, running(self.algorithm, "merge"):
-            state = self.algorithm.merge(server, before, ordered)
+            state = self.algorithm.merge(server, before, gathered)
         self.progress.state = self._checked_state("merge", state)
+        self.progress.link = link
         self._described = self.algorithm.describe(before, state)
 
     def _reply(self, client: int, message: Message, clients: int) -> Reply:
@@ -451,7 +455,7 @@ def summaries(
     columns: Mapping[str, Columns],
     train_sizes: np.ndarray,
     test_sizes: np.ndarray,
-    trained: Sequence[int],
+    trained: Sequence[int] | np.ndarray,
 ) -> dict[str, Any]:
     """A round's averages by model kind; ``trained`` is in how many rounds each client was."""
     selected = np.array(trained) > 0

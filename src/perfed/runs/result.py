@@ -115,7 +115,7 @@ class Result:
     def per_client(self) -> pd.DataFrame:
         """A row per evaluated round, model kind and client, with each metric that was recorded,
         with the client's group where there is a shift, and with a minimum whether its samples were
-        moved to it to reach that."""
+        moved to it to reach that; and whether it was hostile, where some were."""
         import pandas as pd
 
         partition = self.directory.read_json("partition.json")
@@ -200,6 +200,10 @@ class Result:
         if some:
             note = f"{table.note}\n{some:,} of {clients:,} clients are evaluated."
             table = dataclasses.replace(table, note=note)
+        if self.experiment.hostile is not None:
+            hostile = sum(self.directory.read_json("partition.json")["hostile"])
+            note = f"{table.note}\n{hostile} clients are hostile; all means are of the others."
+            table = dataclasses.replace(table, note=note)
         if numbers["finished"]:
             return [table]
         so_far = f"Not finished: after round {numbers['rounds']} of {self.experiment.rounds}."
@@ -231,7 +235,7 @@ def part_size(client: Mapping[str, Any], part: str) -> int:
 
 def kinds_of_clients(partition: Mapping[str, Any]) -> dict[str, list[Any]]:
     """What tells clients apart, beside what they have, as far as a partition records it."""
-    names = {"groups": "group", "repaired": "repaired"}
+    names = {"groups": "group", "repaired": "repaired", "hostile": "hostile"}
     return {name: partition[key] for key, name in names.items() if key in partition}
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
+import numpy as np
 import torch
 
 from perfed.config import Comparison, Experiment
@@ -18,6 +19,7 @@ from perfed.core.algorithm import ClientInfo, Predictor, Server
 from perfed.core.channel import Channel
 from perfed.core.declaration import Known
 from perfed.core.errors import ConfigError, RunError
+from perfed.core.hostile import honest_ones
 from perfed.core.message import Message
 from perfed.core.metrics import check_range
 from perfed.core.notices import say_once
@@ -152,7 +154,9 @@ class Simulation(Coordinator):
             self.device,
             ClientStore(self.device, how.store_bytes()),
             self._link,
+            attack=experiment.hostile,
         )
+        self._told_sizes = self._told()
         self.engine = engine or how.build_engine()
         self.population.engine = self.engine
         everyone = self.algorithm.trains_everyone()
@@ -251,8 +255,13 @@ class Simulation(Coordinator):
         directory.append("clients.jsonl", {"round": round, **lists})
         train_sizes = self.federation.train_sizes[self.evaluated]
         test_sizes = self.federation.test_sizes[self.evaluated]
-        trained = [self.progress.trained.get(client, 0) for client in self.evaluated]
-        return summaries(columns, train_sizes, test_sizes, trained)
+        trained = np.array([self.progress.trained.get(client, 0) for client in self.evaluated])
+        honest = honest_ones(self.federation.partition_facts, self.clients)[self.evaluated]
+        of_honest = {
+            kind: {name: values[honest] for name, values in column.items()}
+            for kind, column in columns.items()
+        }
+        return summaries(of_honest, train_sizes[honest], test_sizes[honest], trained[honest])
 
     def _save_models(self, directory: RunDirectory) -> Steps[None]:
         """The final model of every client that is evaluated; what several share is written once."""
@@ -369,14 +378,20 @@ class Simulation(Coordinator):
 
     def info(self, client: int) -> ClientInfo:
         architecture = self.population.architectures[client]
-        return ClientInfo(client, architecture, self.population.train_size(client))
+        return ClientInfo(client, architecture, int(self._told_sizes[client]))
+
+    def _told(self) -> np.ndarray:
+        """How many training samples each client says it has."""
+        if self.experiment.hostile is None:
+            return self.federation.train_sizes
+        return np.array([self.population.told_size(client) for client in self._everyone()])
 
     def known(self, client: int) -> Known:
         return self.population.known(client, self._broadcasts.get(client))
 
     def select(self, round: int) -> list[int]:
         return select_clients(
-            self.federation.train_sizes,
+            self._told_sizes,
             self.selected,
             self.experiment.selection == "by-size",
             self.experiment.seed,

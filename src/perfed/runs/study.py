@@ -224,14 +224,17 @@ def _clients(directory: RunDirectory) -> Record:
 
 
 def client_gains(record: Record, local: Record, kind: str, local_kind: str = "personal") -> Gains:
+    """Of honest clients."""
     clients = record["clients"]
     return [
         (100 * (accuracy - alone), size, labels)
-        for accuracy, alone, size, labels in zip(
+        for accuracy, alone, size, labels, hostile in zip(
             clients["test_accuracy"][kind],
             local["clients"]["test_accuracy"][local_kind],
             clients["train_size"],
             clients["train_labels"],
+            clients.get("hostile", [False] * len(clients["train_size"])),
             strict=True,
         )
+        if not hostile
     ]

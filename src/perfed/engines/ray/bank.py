@@ -14,6 +14,7 @@ import torch
 
 from perfed.config import Training
 from perfed.core.algorithm import Algorithm
+from perfed.core.hostile import Attack
 from perfed.core.message import Message
 from perfed.core.metrics import learn
 from perfed.core.tree import identity
@@ -46,6 +47,7 @@ class Recipe:
     """Where those are found that are not perfed's own."""
     folder: Path | None
     """Where clients beyond ``store_bytes`` wait, if this machine has it."""
+    attack: Attack | None = None
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,7 @@ class Bank:
             self._device,
             store,
             recipe.link,
+            attack=recipe.attack,
         )
         population.engine = self._engine
         self._engine.expect(population, recipe.clients_a_round)
