@@ -56,6 +56,7 @@ class FedGH(LGFedAvg):
     batch_size: int = option(1, "prototypes a step of the server", ge=1)
 
     sends = "class means"
+    not_private = "sends means over its training samples, which no noise covers"
 
     def messages(self) -> Messages:
         heads = super().messages()

@@ -11,21 +11,26 @@ import torch
 from torch import Tensor
 
 from perfed.config import Training
+from perfed.core.accounting import Spending
 from perfed.core.admission import check
 from perfed.core.algorithm import Algorithm, Predictor
 from perfed.core.declaration import Known
 from perfed.core.errors import ConfigError, did_you_mean, shape_text
+from perfed.core.gradients import mixes_samples
 from perfed.core.inputs import Inputs
 from perfed.core.message import Message
 from perfed.core.metrics import EVALUATED_ON, Samples, column_name, evaluate
 from perfed.core.network import Between
 from perfed.core.own_code import running, wrong_return
+from perfed.core.privacy import Account, Privacy, sampling_rate, told_number
 from perfed.core.randomness import draws_numbers
 from perfed.core.schema import plain
+from perfed.core.streams import numpy_stream, stream_key
 from perfed.core.tree import OWN, Weights, find_not_finite
 from perfed.core.wire import Link
 from perfed.data import Federation
 from perfed.engines.base import Call, ClientRecord, Engine, EngineClient, Job, Method
+from perfed.engines.speaker import Speaker
 from perfed.engines.store import ClientStore
 from perfed.engines.window import Window
 from perfed.engines.work import forward_flops
@@ -60,7 +65,12 @@ class Population:
         store: ClientStore | None = None,
         link: Link | None = None,
         trusts_server: bool = True,
+        privacy: Privacy | None = None,
+        secret: int | None = None,
+        spent: Sequence[Spending] = (),
     ) -> None:
+        """``secret`` is the seed of all that hides samples; by default it follows from the seed,
+        so that a simulation can be repeated. ``spent`` is what clients spent before."""
         self.algorithm = algorithm
         self.federation = federation
         self.training = training
@@ -70,6 +80,11 @@ class Population:
         self.link = link or Link(seed=seed)
         self._trusts_server = trusts_server
         self._messages = algorithm.messages()
+        self.privacy = None if self._messages.up == {} else privacy  # who is silent needs none
+        self.secret = stream_key(seed, "secret") if secret is None else secret
+        self._spent = tuple(spent)
+        self.before_spending: Callable[[int, int], None] = lambda client, steps: None
+        """Told of every noised training of a client, before it begins, with its steps."""
         self.engine: Engine
         """Set by whoever runs these clients."""
         self.assignment = models
@@ -100,6 +115,7 @@ class Population:
         self.modules = {label: build_module(*how).to(device) for label, how in self._shapes.items()}
         self._check_batches()
         self._check_augmentation()
+        self._check_privacy()
         self._heads: dict[str, tuple[str, int]] = {}
         self._draws_numbers: dict[str, bool] = {}
         self._forward_flops: dict[str, int] = {}
@@ -131,6 +147,32 @@ class Population:
                 f"needs images, channels×height×width; these samples are {inputs}: must be empty",
                 "training.augment",
             )
+
+    def _check_privacy(self) -> None:
+        for label, module in self.modules.items() if self.privacy is not None else ():
+            if mixes_samples(module):
+                raise ConfigError(
+                    f"'{label}' has BatchNorm, which mixes the samples of a mini-batch: privacy "
+                    "needs a network without it, such as one with GroupNorm",
+                    "models",
+                )
+
+    def told_size(self, client: int) -> int:
+        """The number of training samples that a client tells."""
+        if self.privacy is None:
+            return self.train_size(client)
+        draw = numpy_stream(self.secret, "told samples", client).standard_normal()
+        return told_number(self.train_size(client), self.privacy, draw)
+
+    def account(self, client: int) -> Account:
+        """What a client may spend on messages that hide its samples."""
+        assert self.privacy is not None
+        rate = sampling_rate(self.training.batch_size, self.told_size(client))
+        return Account(self.privacy, rate, self._spent)
+
+    def epsilon(self, client: int, steps: int) -> float:
+        """What a client has spent after so many noised steps."""
+        return 0.0 if self.privacy is None else self.account(client).epsilon(steps)
 
     def _find_heads(self) -> None:
         """The last layer of each network, and the width of what goes into it."""
@@ -285,8 +327,9 @@ class Population:
     def _first_message(self, client: EngineClient, message: Message) -> Message | None:
         if not self._trusts_server:
             check(message, {}, self.known(client.id))
+        speaking = client if self.privacy is None else Speaker(client, opening=True)
         with running(self.algorithm, "first_message"):
-            first = self.algorithm.first_message(client)
+            first = self.algorithm.first_message(speaking)
         return None if first is None else self._sent(client, first, "first_message")
 
     def _client_round(self, client: EngineClient, message: Message) -> Message:
@@ -301,6 +344,11 @@ class Population:
         with running(self.algorithm, "client_round"):
             reply = self.algorithm.client_round(client, received)
         client.check_kept()
+        if self.privacy is not None:  # what was just written is of what stays at home
+            speaker = Speaker(client)
+            with running(self.algorithm, "speak"):
+                reply = self.algorithm.speak(speaker, received)
+            speaker.leave()
         return self._sent(client, reply, "client_round")
 
     def _sent(self, client: EngineClient, message: Any, method: str) -> Message:
@@ -334,7 +382,7 @@ class Population:
         sizes |= {"F": self.width(own)} if self._heads else {}
         return Known(
             sizes,
-            self.train_size(client),
+            self.told_size(client),
             lambda network: self.initial_weights(network or own),
             lambda network: self.head(network or own),
             Message() if received is None else received,
@@ -366,13 +414,14 @@ class Population:
         return columns
 
     def record(self, client: int) -> ClientRecord:
-        return self.records.get(client) or ClientRecord(self._first_weights(client))
+        return self.records.get(client) or ClientRecord(self.first_weights(client))
 
     def client(self, client: int, round: int, evaluated: bool = False) -> EngineClient:
         """One client, in one round; ``evaluated`` where its models are only evaluated."""
         return EngineClient(self, client, round, evaluated)
 
-    def _first_weights(self, client: int) -> Weights:
+    def first_weights(self, client: int) -> Weights:
+        """What a client's own model begins with."""
         if self._own_initial:
             return self._draw_weights(self.architectures[client], client=client)
         return self.initial_weights(self.architectures[client])

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
+import numpy as np
 import torch
 
 from perfed.config import Comparison, Experiment
@@ -26,7 +27,9 @@ from perfed.core.selection import select_clients
 from perfed.core.threads import WRITERS, cpu_threads, in_threads
 from perfed.core.tree import flatten
 from perfed.engines import ClientRecord, ClientStore, Engine, Execution, Outcome, Population
+from perfed.engines.base import STEPS
 from perfed.engines.execution import fitting_threads
+from perfed.engines.speaker import spent_steps
 from perfed.models import parameter_count
 from perfed.runs.coordinator import (
     Callback,
@@ -152,6 +155,7 @@ class Simulation(Coordinator):
             self.device,
             ClientStore(self.device, how.store_bytes()),
             self._link,
+            privacy=experiment.privacy,
         )
         self.engine = engine or how.build_engine()
         self.population.engine = self.engine
@@ -159,6 +163,11 @@ class Simulation(Coordinator):
         self.engine.expect(self.population, self.clients if everyone else self.selected)
         self._counts = dict(Counter(self.population.architectures))
         self.records = self.population.records
+        self._told_sizes = self.federation.train_sizes
+        if self.population.privacy is not None:  # all that the server knows of sizes
+            told = [self.population.told_size(client) for client in range(self.clients)]
+            self._told_sizes = np.array(told)
+        self._private_steps: dict[int, int] = {}
         self._client_facts: Mapping[int, Mapping[str, float]] = {}
 
     def finish_in(self, directory: RunDirectory) -> Result:
@@ -183,6 +192,7 @@ class Simulation(Coordinator):
 
     def _restore(self, records: Mapping[int, ClientRecord]) -> None:
         self.population.commit(records)
+        self._private_steps = {k: spent_steps(record.kept) for k, record in records.items()}
 
     def _kept(self) -> Mapping[int, ClientRecord]:
         self.engine.collect(self.population)
@@ -232,9 +242,20 @@ class Simulation(Coordinator):
         check_finite(round, {"the server": [*flatten(self.progress.state).items()]})
         self.engine.commit(self.population)
         self.changed.update(client for client, outcome in outcomes.items() if outcome.changed)
-        self._client_facts = {client: outcome.facts for client, outcome in outcomes.items()}
+        self._client_facts = {client: self._facts_of(client, o) for client, o in outcomes.items()}
         self._note_training(clients)
         return clients, difference(channel.total, before)
+
+    def _facts_of(self, client: int, outcome: Outcome) -> dict[str, float]:
+        """What a round's line says of a client: of noised steps, what they cost so far."""
+        facts = dict(outcome.facts)
+        if self.population.privacy is not None:
+            self._private_steps[client] = int(facts.pop(STEPS))
+            facts["epsilon"] = self._epsilon(client)
+        return facts
+
+    def _epsilon(self, client: int) -> float:
+        return self.population.epsilon(client, self._private_steps.get(client, 0))
 
     def _evaluate(self, round: int, directory: RunDirectory) -> Steps[dict[str, Any]]:
         with self._timed("evaluate"):
@@ -248,6 +269,10 @@ class Simulation(Coordinator):
             kind: {name: values.tolist() for name, values in column.items()}
             for kind, column in columns.items()
         }
+        if self.experiment.privacy is not None:
+            spent = [self._epsilon(client) for client in self.evaluated]
+            for column in lists.values():
+                column["epsilon"] = spent
         directory.append("clients.jsonl", {"round": round, **lists})
         train_sizes = self.federation.train_sizes[self.evaluated]
         test_sizes = self.federation.test_sizes[self.evaluated]
@@ -369,14 +394,14 @@ class Simulation(Coordinator):
 
     def info(self, client: int) -> ClientInfo:
         architecture = self.population.architectures[client]
-        return ClientInfo(client, architecture, self.population.train_size(client))
+        return ClientInfo(client, architecture, self.population.told_size(client))
 
     def known(self, client: int) -> Known:
         return self.population.known(client, self._broadcasts.get(client))
 
     def select(self, round: int) -> list[int]:
         return select_clients(
-            self.federation.train_sizes,
+            self._told_sizes,
             self.selected,
             self.experiment.selection == "by-size",
             self.experiment.seed,

@@ -16,6 +16,7 @@ from perfed.config import Training
 from perfed.core.algorithm import Algorithm
 from perfed.core.message import Message
 from perfed.core.metrics import learn
+from perfed.core.privacy import Privacy
 from perfed.core.tree import identity
 from perfed.core.wire import Link
 from perfed.data import Federation
@@ -40,6 +41,7 @@ class Recipe:
     rounds: int
     seed: int
     link: Link
+    privacy: Privacy | None
     clients_a_round: int
     store_bytes: int | None
     metrics: list[tuple[str, tuple[str, str]]]
@@ -102,6 +104,7 @@ class Bank:
             self._device,
             store,
             recipe.link,
+            privacy=recipe.privacy,
         )
         population.engine = self._engine
         self._engine.expect(population, recipe.clients_a_round)
