@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -56,6 +57,7 @@ class Account:
     before: tuple[Spending, ...] = ()
     """In other runs."""
 
+    @lru_cache(maxsize=4096)  # noqa: B019 - of values, not of things that live
     def epsilon(self, steps: int) -> float:
         return epsilon(self._spent(steps), self.privacy.delta)
 

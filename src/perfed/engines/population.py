@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -45,6 +45,18 @@ from perfed.models import (
     inputs_for,
 )
 
+
+class Purse(Protocol):
+    """A site's own account of its privacy, over all that it takes part in."""
+
+    secret: int
+    told: int
+    spent: list[Spending]
+
+    def spend(self, spending: Spending) -> None:
+        """Write down a training before it begins."""
+
+
 LARGE_STEP = 100e6
 """Floating-point operations of one client's training step from which its layers keep a core busy:
 they then run one client at a time, and gain from further threads."""
@@ -66,11 +78,10 @@ class Population:
         link: Link | None = None,
         trusts_server: bool = True,
         privacy: Privacy | None = None,
-        secret: int | None = None,
-        spent: Sequence[Spending] = (),
+        purse: Purse | None = None,
     ) -> None:
-        """``secret`` is the seed of all that hides samples; by default it follows from the seed,
-        so that a simulation can be repeated. ``spent`` is what clients spent before."""
+        """``purse`` is a site's own account of its privacy; in a simulation clients count for
+        themselves, and what hides samples follows from the seed, so that it can be repeated."""
         self.algorithm = algorithm
         self.federation = federation
         self.training = training
@@ -81,10 +92,8 @@ class Population:
         self._trusts_server = trusts_server
         self._messages = algorithm.messages()
         self.privacy = None if self._messages.up == {} else privacy  # who is silent needs none
-        self.secret = stream_key(seed, "secret") if secret is None else secret
-        self._spent = tuple(spent)
-        self.before_spending: Callable[[int, int], None] = lambda client, steps: None
-        """Told of every noised training of a client, before it begins, with its steps."""
+        self.purse = purse
+        self.secret = stream_key(seed, "secret") if purse is None else purse.secret
         self.engine: Engine
         """Set by whoever runs these clients."""
         self.assignment = models
@@ -161,6 +170,8 @@ class Population:
         """The number of training samples that a client tells."""
         if self.privacy is None:
             return self.train_size(client)
+        if self.purse is not None:
+            return self.purse.told
         draw = numpy_stream(self.secret, "told samples", client).standard_normal()
         return told_number(self.train_size(client), self.privacy, draw)
 
@@ -168,7 +179,8 @@ class Population:
         """What a client may spend on messages that hide its samples."""
         assert self.privacy is not None
         rate = sampling_rate(self.training.batch_size, self.told_size(client))
-        return Account(self.privacy, rate, self._spent)
+        before = () if self.purse is None else tuple(self.purse.spent)
+        return Account(self.privacy, rate, before)
 
     def epsilon(self, client: int, steps: int) -> float:
         """What a client has spent after so many noised steps."""

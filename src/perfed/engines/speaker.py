@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from perfed.core.accounting import Spending
 from perfed.core.algorithm import Parts
 from perfed.core.errors import ConfigError
 from perfed.core.predictor import Predictor
@@ -54,12 +55,14 @@ class Speaker(EngineClient):
         if self._opening:  # nothing is kept of an opening, and so it would not be counted
             raise self._refusal("trains before the first round")
         steps = self.steps if options.get("steps") is None else options["steps"]
-        account = self.population.account(self.id)
-        if not account.allows(self.spent, steps):
+        account, purse = self.population.account(self.id), self.population.purse
+        counted = self.spent if purse is None else 0  # a purse has counted them already
+        if not account.allows(counted, steps):
             return weights
         # Whatever the algorithm says: no two trainings may draw the same samples, or noise.
-        options["stream"] = self.spent
-        self.population.before_spending(self.id, steps)
+        options["stream"] = counted + sum(one.steps for one in account.before)
+        if purse is not None:
+            purse.spend(Spending(steps, account.rate, account.privacy.noise))
         trained = super().sgd(weights, objective, *inputs, **options)
         self.spent += steps
         return trained

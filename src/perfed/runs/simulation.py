@@ -354,7 +354,29 @@ class Simulation(Coordinator):
         """Small things that clients keep (their cluster, say), in the order of ``clients``."""
         facts = [self._client_facts[client] for client in clients]
         names = sorted({name for one in facts for name in one})
-        return {"client_state": {name: [one.get(name) for one in facts] for name in names}}
+        states = {name: [one.get(name) for one in facts] for name in names}
+        return {"client_state": states} | self._privacy_facts()
+
+    def _privacy_facts(self) -> dict[str, Any]:
+        """What clients have spent, of those that are evaluated."""
+        privacy = self.experiment.privacy
+        if privacy is None:
+            return {}
+        spent = [self._epsilon(client) for client in self.evaluated]
+        return {
+            "privacy": {
+                "epsilon": max(spent),
+                "epsilon_mean": float(np.mean(spent)),
+                "delta": privacy.delta,
+                "spent_up": sum(map(self._has_spent_all, self.evaluated)),
+            }
+        }
+
+    def _has_spent_all(self, client: int) -> bool:
+        if self.population.privacy is None:
+            return False
+        steps = self._private_steps.get(client, 0)
+        return not self.population.account(client).allows(steps, self.experiment.training.steps)
 
     def _check_partition(self, path: Path, recorded: dict[str, Any]) -> None:
         """The data and networks are those the run was begun with, as far as it says."""
