@@ -131,5 +131,8 @@ def check_sample_gradients(modules: Iterable[nn.Module], batches: int) -> None:
 
 
 def mixes_samples(module: nn.Module) -> bool:
-    """Whether what it says of a sample while it trains depends on others."""
-    return any(isinstance(layer, _BatchNorm) for layer in module.modules())
+    """Whether what it says of a sample while it trains, or later, depends on others."""
+    return any(
+        isinstance(layer, _BatchNorm) or getattr(layer, "track_running_stats", False)
+        for layer in module.modules()
+    )

@@ -17,6 +17,42 @@ import numpy as np
 from perfed.core.accounting import Spending, affordable, composed, epsilon, step_rdp
 from perfed.core.schema import Options, option
 
+IN_WORDS = """\
+What is protected
+  Each training sample of a client. Somebody who sees all that the client sends, in all rounds,
+  learns little of whether one certain sample was there: what they see is at most e^ε times as
+  probable with it as without it, but for a chance of δ. With ε = 1 that is a factor of 3, with
+  ε = 8 a factor of 3,000. ε is counted for each client and is in every table.
+
+Against whom
+  The server, other clients, and whoever reads the messages. Also if they work together, know all
+  other samples, and know every setting.
+
+How
+  A client has two models. The one at home is trained as ever, and nothing made of it leaves. The
+  one that speaks sees each sample with a certain chance in each step. Each sample's gradient is cut
+  at 'clip', and noise is added to their sum. All that is sent is made of this second model. The
+  number of samples is told once, with noise. Label counts, accuracies and what is learnt on
+  validation samples are not sent. A client that has spent its budget trains no more for others.
+  It still answers, from what its speaking model knows, which costs nothing.
+
+What is not protected
+  - The model at home, and its accuracy. It is not noised: whoever gets it can learn from it. At a
+    site it is personal.safetensors; a simulation's run directory has those of all clients.
+  - What all samples of a client say together, such as which classes it has. It shows less clearly.
+  - A person with many samples. For k samples ε is up to k times as large.
+  - How samples are divided into train, validation and test: the division is taken as given.
+  - Whether and when a client answers, its network, and the public set.
+  - A simulation: there the noise follows from the seed, so that runs can be repeated. A site draws
+    a secret seed for every round and keeps it nowhere.
+  - Against an enemy who breaks the random numbers themselves: they are SplitMix64's, in floating
+    point, and not made for cryptography.
+
+Which methods
+  Those that send outputs on public samples, weights or parts of networks. A method that sends
+  something else of its samples (class means, label counts, a choice by its losses) is refused.
+"""
+
 
 @dataclass(frozen=True)
 class Privacy(Options):

@@ -58,6 +58,7 @@ class Speaker(EngineClient):
         account, purse = self.population.account(self.id), self.population.purse
         counted = self.spent if purse is None else 0  # a purse has counted them already
         if not account.allows(counted, steps):
+            self._trainings += 1  # the next one keeps its optimizer's state
             return weights
         # Whatever the algorithm says: no two trainings may draw the same samples, or noise.
         options["stream"] = counted + sum(one.steps for one in account.before)

@@ -1,8 +1,9 @@
 """What a site has spent of its samples' privacy, over all runs and coordinators.
 
-``state/privacy.json`` has the seed of all noise, which never leaves this disk, the number of
-samples that was told, once, and every noised training. A training is written there before it
-begins: killed at any moment, a site has counted too much, never too little.
+``state/privacy.json`` has the number of samples that was told, once, and every noised training. A
+training is written there before it begins: killed at any moment, a site has counted too much, never
+too little. The seed of the noise is drawn anew for every task and kept nowhere: a folder that is
+restored from a backup does not bring the same noise again.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ class Purse:
     def __init__(self, state: Path) -> None:
         self._path = state / PURSE
         self._content: dict[str, Any] = {}
+        self.secret = secrets.randbits(256)
         if self._path.is_file():
             try:
                 self._content = json.loads(self._path.read_text("utf-8"))
-                self.secret = int(self._content["secret"], 16)
                 self.told = int(self._content["told"])
                 self.spent = [Spending(*one) for one in self._content["spent"]]
             except (ValueError, TypeError, KeyError):
@@ -43,10 +44,8 @@ class Purse:
         """Of a site with so many training samples; what it told first counts."""
         purse = cls(state)
         if not purse._content:
-            secret = secrets.randbits(256)
-            draw = numpy_stream(secret, "told samples").standard_normal()
-            told = told_number(samples, privacy, draw)
-            purse._content = {"secret": f"{secret:x}", "told": told, "spent": []}
+            draw = numpy_stream(purse.secret, "told samples").standard_normal()
+            purse._content = {"told": told_number(samples, privacy, draw), "spent": []}
             purse._write()
             purse = cls(state)
         return purse
@@ -58,4 +57,3 @@ class Purse:
 
     def _write(self) -> None:
         tensorfile.write_atomically(self._path, json.dumps(self._content).encode())
-        self._path.chmod(0o600)

@@ -278,7 +278,9 @@ class Site:
         return self._agreed(values)
 
     def _agreed(self, plan: Any) -> Plan:
-        agreed = self.options.agrees.plan(plan, len(self.split.train))
+        # Its refusals may name how many steps an epoch has.
+        samples = len(self.split.train) if self.options.privacy is None else self._purse().told
+        agreed = self.options.agrees.plan(plan, samples)
         if self.options.privacy is not None:
             try:
                 check_private(agreed.algorithm, agreed.training)
