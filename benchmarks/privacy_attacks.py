@@ -40,11 +40,12 @@ from committed import RESULTS, ROOT
 CLIENTS, POOL, PUBLIC = 6, 100, 200
 ROUNDS, STEPS, BATCH = 8, 10, 16
 CLASSES = 10
+CLIP = 3.0  # as in privacy.py
 METHODS = ("perfed-ckt", "perfed-kin", "fedmd", "fedproto", "fedavg")
 LINKS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "ε ≤ 8": {"privacy": {"noise": 2.04, "clip": 1.0, "delta": 1e-5, "epsilon": 8.0}},
-    "ε ≤ 2": {"privacy": {"noise": 6.48, "clip": 1.0, "delta": 1e-5, "epsilon": 2.0}},
+    "ε ≤ 8": {"privacy": {"noise": 2.04, "clip": CLIP, "delta": 1e-5, "epsilon": 8.0}},
+    "ε ≤ 2": {"privacy": {"noise": 6.48, "clip": CLIP, "delta": 1e-5, "epsilon": 2.0}},
 }
 """What is between a method and the network; a codec is a line here: {"wire": [...]}. The noise is
 what lets a client of 50 samples take part to the end (``noise_for`` in core/privacy.py)."""
