@@ -18,6 +18,7 @@ from perfed.core.errors import ConfigError, cut, did_you_mean, shown
 from perfed.core.hostile import Attack
 from perfed.core.optimizer import Optimizer
 from perfed.core.paths import expanded
+from perfed.core.privacy import Privacy
 from perfed.core.schedule import Schedule
 from perfed.core.schema import Options, from_mapping, option, to_mapping
 from perfed.core.wire import Stage, stages
@@ -146,6 +147,11 @@ class Experiment(Options):
     )
     models: Models = option(Models(), "the networks, and which client has which")
     training: Training = option(Training(), "local training")
+    privacy: Privacy | None = option(
+        None,
+        "what hides single samples in all that clients send: differential privacy; none: messages "
+        "are as the algorithm makes them ('perfed explain privacy')",
+    )
     algorithm: Algorithm = option("perfed-ckt", "the algorithm")
     hostile: Attack | None = option(
         None,
@@ -199,6 +205,8 @@ class Experiment(Options):
                 stage.check(self.algorithm)
             except ConfigError as error:
                 raise error.inside(f"wire[{number}]") from None
+        if self.privacy is not None:
+            check_private(self.algorithm, self.training)
         try:
             self.algorithm.check(self.clients_per_round)
         except ConfigError as error:
@@ -232,6 +240,22 @@ class Experiment(Options):
             self.fresh_mix,
             self.shift,
         )
+
+
+def check_private(algorithm: Algorithm, training: Training) -> None:
+    """Raise where noise would not cover what clients send, or could not be accounted for."""
+    if algorithm.not_private:
+        raise ConfigError(
+            f"'{algorithm.registered_name}' {algorithm.not_private}: choose another method, or "
+            "leave out privacy",
+            "algorithm",
+        )
+    for name in ("epochs", "augment"):
+        if getattr(training, name):
+            raise ConfigError(
+                "privacy draws each sample anew in every step, as it is: must not be set",
+                f"training.{name}",
+            )
 
 
 def _check_homes(data: Dataset) -> None:

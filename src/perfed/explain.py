@@ -15,6 +15,7 @@ from perfed.config import LINKS, PRESETS, STUDIES, Comparison, Experiment, prese
 from perfed.core.algorithm import Algorithm
 from perfed.core.declaration import lines as message_lines
 from perfed.core.errors import ConfigError
+from perfed.core.privacy import IN_WORDS
 from perfed.core.registry import Component, Registry
 from perfed.core.schema import BOUNDS, Options
 
@@ -57,6 +58,8 @@ def explain(key: str) -> list[str]:
     if exact or below:
         group = _group(key)
         lines = [line for entry in exact for line in [*entry.lines(), ""]]
+        lines += PAGES.get(key, "").splitlines()
+        lines += [""] if key in PAGES else []
         if group:
             lines += _names(group)
         elif below:
@@ -66,6 +69,10 @@ def explain(key: str) -> list[str]:
     if named:
         return [line for cls, name in named for line in component_lines(cls, name)]
     raise ConfigError(f"no such key{_hint(key, known)} ('perfed explain' lists all)", key)
+
+
+PAGES = {"privacy": IN_WORDS}
+"""What a key means, where a line does not say it."""
 
 
 def overview() -> list[str]:

@@ -15,7 +15,6 @@ Faults seen in public libraries, and the test that would catch each here:
 """
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +133,7 @@ def test_a_client_first_drawn_in_round_300_starts_as_the_method_says() -> None:
         simulate(algorithm="ditto", models={"architectures": ["mlp"]}).population, 5, 300
     )
     first = ditto.population.initial_weights("mlp")
-    expected = fresh.sgd(first, partial(held_near, 1.0), before["mlp"].params)
+    expected = fresh.sgd(first, held_near(1.0), before["mlp"].params)
     kept = ditto.population.records[5].weights.params["1.weight"]
     assert torch.equal(kept, expected.params["1.weight"])
     # FedFomo: what it had before its first training is what it got by mixing, or its initial model.

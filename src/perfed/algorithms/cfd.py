@@ -167,7 +167,7 @@ class CFD(Algorithm):
     # One client.
 
     def client_round(self, client: Client, message: Message) -> Message:
-        classes, state = len(client.label_counts()), dict(client.state)
+        classes, state = client.logits().shape[1], dict(client.state)
         if self.begin == "initial":
             state.setdefault("first", client.weights)
         lesson = []

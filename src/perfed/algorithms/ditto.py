@@ -9,7 +9,6 @@ middle of the authors' grid {0.1, 1, 2}.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 from perfed.algorithms.fedavg import FedAvg
 from perfed.algorithms.fedprox import held_near
@@ -27,8 +26,7 @@ class Ditto(FedAvg):
 
     def client_round(self, client: Client, message: Message) -> Message:
         start = message["model"]
-        pulled = partial(held_near, self.weight)
-        client.weights = client.sgd(client.weights, pulled, start.params, stream=0)
+        client.weights = client.sgd(client.weights, held_near(self.weight), start.params, stream=0)
         trained = client.sgd(start, supervised, stream=0)
         return Message(model=trained, samples=client.samples)
 

@@ -53,6 +53,7 @@ class FD(Algorithm):
     weight: float = option(1.0, "weight of agreement with the other clients", symbol="γ", ge=0)
 
     sends = "class means"
+    not_private = "sends means over its training samples, which no noise covers"
 
     def messages(self) -> Messages:
         rows = Array(("N", "N"), PROBABILITIES)

@@ -55,6 +55,7 @@ class FedFomo(Algorithm):
     )
 
     sends = "weights"
+    not_private = "chooses what it sends by its validation samples, which no noise covers"
     uses_validation = True
 
     def messages(self) -> Messages:

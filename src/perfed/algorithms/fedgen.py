@@ -84,6 +84,7 @@ class FedGen(Algorithm):
     hidden: int = option(256, "hidden units of the generator", ge=1)
 
     sends = "parts of networks"
+    not_private = "sends its label counts, which no noise covers"
     needs_features = shares_features = True
 
     def messages(self) -> Messages:

@@ -57,6 +57,7 @@ class FedGH(LGFedAvg):
 
     sends = "class means"
     merges_by_mean = False
+    not_private = "sends means over its training samples, which no noise covers"
 
     def messages(self) -> Messages:
         heads = super().messages()

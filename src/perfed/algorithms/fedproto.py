@@ -66,6 +66,7 @@ class FedProto(Algorithm):
     weight: float = option(1.0, "weight of nearness to the prototypes", symbol="λ", ge=0)
 
     sends = "class means"
+    not_private = "sends means over its training samples, which no noise covers"
     needs_features = shares_features = evaluated_with_server = True
 
     def messages(self) -> Messages:

@@ -13,7 +13,7 @@ from functools import partial
 from torch import Tensor
 
 from perfed.algorithms.fedavg import FedAvg
-from perfed.core.algorithm import Client, Network, Private, algorithms, supervised
+from perfed.core.algorithm import Client, Network, Objective, Parts, algorithms, supervised
 from perfed.core.message import Message
 from perfed.core.schema import option
 from perfed.core.tree import squared_distance
@@ -28,13 +28,16 @@ class FedProx(FedAvg):
 
     def client_round(self, client: Client, message: Message) -> Message:
         start = message["model"]
-        trained = client.sgd(start, partial(held_near, self.proximal), start.params)
+        trained = client.sgd(start, held_near(self.proximal), start.params)
         return Message(model=trained, samples=client.samples)
 
 
-def held_near(
-    weight: float, model: Network, private: Private, public: None, anchor: dict[str, Tensor]
-) -> Tensor:
+def held_near(weight: float) -> Objective:
     """The plain objective and weight/2·‖w − anchor‖²; with no weight the plain one, to the bit."""
-    loss = supervised(model, private, public)
-    return loss + weight / 2 * squared_distance(model.params, anchor) if weight else loss
+    return Parts(supervised, partial(pull, weight)) if weight else supervised
+
+
+def pull(
+    weight: float, model: Network, private: None, public: None, anchor: dict[str, Tensor]
+) -> Tensor:
+    return weight / 2 * squared_distance(model.params, anchor)

@@ -36,6 +36,7 @@ class HypCluster(Algorithm):
     clusters: int = option(3, "how many global models", symbol="c", ge=1)
 
     sends = "weights"
+    not_private = "chooses what it sends by its loss on training samples, which no noise covers"
     evaluated_with_server = True
 
     def messages(self) -> Messages:

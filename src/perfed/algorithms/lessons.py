@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from perfed.core.algorithm import Client, Network, Objective, Private, Public
+from perfed.core.algorithm import Client, Network, Objective, Parts, Private, Public
 from perfed.core.tree import Weights
 
 
@@ -31,10 +31,11 @@ def learn(
     lesson: Sequence[Tensor],
     steps: int | None,
 ) -> Weights:
-    """So many steps on a lesson, if there is one, then τ on own samples.
+    """So many steps on a lesson of public samples, if there is one, then τ on own samples.
 
     The own mini-batches are those of local training. Both trainings happen in every round, though
     one may have no steps, so that an optimizer's kept state goes on with the same one.
     """
-    taught = client.sgd(weights, objective, *lesson, steps=steps if lesson else 0, stream=1)
+    from_public = Parts(None, objective)
+    taught = client.sgd(weights, from_public, *lesson, steps=steps if lesson else 0, stream=1)
     return client.sgd(taught, first_hand, stream=0)

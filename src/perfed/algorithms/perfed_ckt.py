@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, softmax
+from torch.nn.functional import softmax
 
 from perfed.algorithms.clustering import cmeans, in_the_order_of, nearest, overlap
 from perfed.core.algorithm import (
@@ -22,11 +22,13 @@ from perfed.core.algorithm import (
     Client,
     ClientInfo,
     Network,
-    Private,
+    Objective,
+    Parts,
     Public,
     Reply,
     Server,
     algorithms,
+    supervised,
 )
 from perfed.core.declaration import PROBABILITIES, Array, AtMost, Messages
 from perfed.core.errors import ConfigError
@@ -75,16 +77,15 @@ class PerFedCKT(Algorithm):
         client.state = {"cluster": cluster}
         return Message(soft_decisions=client.soft_decisions())
 
-    # The objective Φ_k(w; s̄), on one private and one public mini-batch.
-    def objective(
-        self, model: Network, private: Private, public: Public, teacher: Tensor
-    ) -> Tensor:
-        loss = cross_entropy(model(private.x), private.y)
-        if self.weight == 0:  # local training, to the bit: the public set is not even looked at
-            return loss
+    # The objective Φ_k(w; s̄): cross-entropy on a private mini-batch, agreement on a public one.
+    @property
+    def objective(self) -> Objective:
+        # With λ=0 it is local training, to the bit: the public set is not even looked at.
+        return Parts(supervised, self.agreement) if self.weight else supervised
+
+    def agreement(self, model: Network, private: None, public: Public, teacher: Tensor) -> Tensor:
         student = softmax(model.public(public.x), dim=1)
-        disagreement = (teacher[public.index] - student).square().sum(1).mean()
-        return loss + self.weight * disagreement
+        return self.weight * (teacher[public.index] - student).square().sum(1).mean()
 
     # For the log: how alike the centroids are, and how like those of the round before.
     def describe(self, before: Tree, state: Tree) -> dict[str, Any]:

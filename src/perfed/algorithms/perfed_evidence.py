@@ -58,6 +58,7 @@ from perfed.core.algorithm import (
     ClientInfo,
     Mixture,
     Network,
+    Parts,
     Predictor,
     Private,
     Public,
@@ -105,8 +106,13 @@ class PerFedEvidence(Algorithm):
         )
 
     def first_message(self, client: Client) -> Message:
-        untried = label_mix(client.label_counts()).new_zeros(len(SHARPNESS), len(SHARES))
-        return self.message(client, untried)
+        return self.untried(client)
+
+    def untried(self, client: Client) -> Message:
+        """Of a client that has tried no student."""
+        decisions = client.soft_decisions()
+        none = decisions.new_zeros(len(SHARPNESS), len(SHARES))
+        return Message(soft_decisions=decisions, samples=client.samples, gains=none)
 
     def message(self, client: Client, gains: Tensor) -> Message:
         return Message(soft_decisions=client.soft_decisions(), samples=client.samples, gains=gains)
@@ -134,7 +140,7 @@ class PerFedEvidence(Algorithm):
         teacher = softmax(message["evidence"] + attention.log(), dim=1)
         student = client.sgd(
             client.state.get("student", client.weights),
-            self.lesson,
+            Parts(labels_under_mix, self.lesson) if self.weight else labels_under_mix,
             mix.log(),
             attention.log(),
             teacher,
@@ -146,20 +152,23 @@ class PerFedEvidence(Algorithm):
         client.state = {"student": student, "proof": proof}
         return self.message(client, gains)
 
+    def speak(self, client: Client, message: Message) -> Message:
+        """Of a client whose messages are private only the witness speaks, and gains, which are of
+        validation samples, are not told: who has not been taught tells none."""
+        client.weights = client.sgd(client.weights, first_hand, stream=0)
+        return self.untried(client)
+
     def lesson(
         self,
         model: Network,
-        private: Private,
+        private: None,
         public: Public,
         log_mix: Tensor,
         log_attention: Tensor,
         teacher: Tensor,
     ) -> Tensor:
-        loss = cross_entropy(model(private.x) + log_mix, private.y)
-        if self.weight == 0:
-            return loss
         said = model.public(public.x) + log_attention
-        return loss + self.weight * self.disagreement(said, teacher[public.index])
+        return self.weight * self.disagreement(said, teacher[public.index])
 
     def disagreement(self, said: Tensor, taught: Tensor) -> Tensor:
         """The divergence, up to the teacher's entropy, which no student can change."""
@@ -177,6 +186,13 @@ class PerFedEvidence(Algorithm):
         log_mix = label_mix(client.label_counts()).log()
         student = Adjusted(client.state["student"], sharpness, log_mix)
         return Mixture((client.weights, student), torch.stack([1 - share, share]))
+
+
+def labels_under_mix(
+    model: Network, private: Private, public: Public, log_mix: Tensor, *rest: Tensor
+) -> Tensor:
+    """Cross-entropy of z + log π."""
+    return cross_entropy(model(private.x) + log_mix, private.y)
 
 
 def trial(client: Client, student: Weights, log_mix: Tensor) -> tuple[Tensor, int]:

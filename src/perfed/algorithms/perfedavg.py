@@ -42,6 +42,7 @@ class PerFedAvg(FedAvg):
     difference: float = option(1e-3, "δ: displacement for the Hessian-free product", gt=0)
     adaptation_steps: int = option(1, "steps from the global to a client's own model", ge=0)
 
+    not_private = "takes three private mini-batches a step, and noise is for one"
     needs_plain_sgd = True  # what is trained is good after a plain step, and adapted by one
 
     def client_round(self, client: Client, message: Message) -> Message:

@@ -60,6 +60,7 @@ class PFedMe(FedAvg):
         1.0, "how far the server goes to the mean of the local models", symbol="β", gt=0
     )
 
+    not_private = "makes steps that are no gradients, so that no sample's part can be bounded"
     needs_plain_sgd = True  # the objective's gradient is the whole step
 
     def check(self, clients_per_round: int) -> None:

@@ -20,7 +20,7 @@ from perfed.core.algorithm import (
     Client,
     ClientInfo,
     Network,
-    Private,
+    Parts,
     Reply,
     Server,
     algorithms,
@@ -64,7 +64,7 @@ class Scaffold(FedAvg):
         control: Parameters = message["control"]
         own: Parameters = client.state.get("control") or zeros_like(start.params)
         correction = {name: control[name] - own[name] for name in own}
-        trained = client.sgd(start, self.objective, correction)
+        trained = client.sgd(start, Parts(supervised, along), correction)
         length = client.steps * client.learning_rate
         change = {
             name: (start.params[name] - trained.params[name]) / length - control[name]
@@ -72,12 +72,6 @@ class Scaffold(FedAvg):
         }
         client.state = {"control": {name: own[name] + change[name] for name in own}}
         return Message(model=trained, control_change=change)
-
-    def objective(
-        self, model: Network, private: Private, public: None, correction: Parameters
-    ) -> Tensor:
-        # The gradient of ⟨c − c_i, w⟩ is the correction c − c_i itself.
-        return supervised(model, private, public) + inner_product(correction, model.params)
 
     def merge(self, server: Server, state: Tree, replies: Sequence[Reply]) -> Tree:
         state = dict(state)
@@ -100,6 +94,11 @@ class Scaffold(FedAvg):
 
     def evaluation_message(self, server: Server, state: Tree, client: ClientInfo) -> Message:
         return Message(model=state[client.architecture]["model"])
+
+
+def along(model: Network, private: None, public: None, correction: Parameters) -> Tensor:
+    """Its gradient is the correction itself."""
+    return inner_product(correction, model.params)
 
 
 def zeros_like(params: Parameters) -> Parameters:

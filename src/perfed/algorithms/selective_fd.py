@@ -100,6 +100,7 @@ class SelectiveFD(Algorithm):
     )
 
     sends = "outputs on public samples"
+    not_private = "chooses what it sends by features of its samples, which no noise covers"
     needs_public_set = trains_on_public_set = needs_features = True
 
     def messages(self) -> Messages:

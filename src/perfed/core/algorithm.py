@@ -60,6 +60,7 @@ __all__ = [
     "Network",
     "Objective",
     "OfNetwork",
+    "Parts",
     "Predictor",
     "Private",
     "Public",
@@ -94,6 +95,21 @@ class Public:
 
 Objective = Callable[..., Tensor]
 """A scalar, of a network (or a mapping of several), two mini-batches and the inputs."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """An objective that is the sum of two. Only the first is given private samples, so only its
+    gradients need noise where training is private."""
+
+    private: Objective | None
+    public: Objective
+
+    def __call__(self, model: Any, private: Any, public: Any, *inputs: Any) -> Tensor:
+        if self.private is None:
+            return self.public(model, None, public, *inputs)
+        first = self.private(model, private, public, *inputs)
+        return first + self.public(model, None, public, *inputs)
 
 
 class Client(Protocol):
@@ -287,6 +303,9 @@ class Algorithm(Component):
 
     merges_by_mean: ClassVar[bool] = False
     """Whether :meth:`merge` takes means over replies, so that a median can stand for them."""
+    not_private: ClassVar[str] = ""
+    """Why differential privacy does not cover it, in words that go on after its name; empty: what
+    clients send is made of models they trained, and of how many samples they have."""
 
     learns_from_others: ClassVar[bool] = True
     """Whether anything a client gets from the server changes what it learns."""
@@ -331,6 +350,11 @@ class Algorithm(Component):
 
     @abstractmethod
     def client_round(self, client: Client, message: Message) -> Message: ...
+
+    def speak(self, client: Client, message: Message) -> Message:
+        """:meth:`client_round` where messages are private: of a client whose training is noised,
+        and whose samples cannot be looked at otherwise. What it does at home is done apart."""
+        return self.client_round(client, message)
 
     def merge(self, server: Server, state: Tree, replies: Sequence[Reply]) -> Tree:
         return state

@@ -73,6 +73,23 @@ def random_bits(keys: Tensor, count: int) -> Tensor:
     return _mixed(keys[..., None] + counter.mul_(_GOLDEN)).bitwise_and_(_MASK_63)
 
 
+def gaussian(keys: Tensor, shape: Sequence[int]) -> Tensor:
+    """Standard normal draws of each stream, by Box and Muller, in double precision."""
+    count = math.prod(shape)
+    bits = random_bits(keys, 2 * count) >> (BITS - 53)
+    uniform = (bits.to(torch.float64) + 0.5) * 2.0**-53
+    radius = (-2 * uniform[..., :count].log()).sqrt()
+    draws = radius * (2 * math.pi * uniform[..., count:]).cos()
+    return draws.view(*keys.shape, *shape)
+
+
+def chosen_each(key: int, steps: int, count: int, chance: float, device: torch.device) -> Tensor:
+    """Whether each of ``count`` samples is in each step, (steps, count): each with this chance,
+    whatever becomes of the others."""
+    bits = random_bits(torch.tensor(key, device=device), steps * count).view(steps, count)
+    return bits < min(int(chance * 2**BITS), 2**BITS - 1)
+
+
 def substream(keys: Tensor, number: int) -> Tensor:
     """The keys of one of many streams inside each of these."""
     return _mixed(keys + _signed(number * _GOLDEN % (1 << 64)))

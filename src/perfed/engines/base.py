@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -23,7 +24,9 @@ from perfed.core.errors import ConfigError
 from perfed.core.message import Message
 from perfed.core.network import base_of, head_outputs, head_tensors, on_features
 from perfed.core.predictor import What
+from perfed.core.privacy import Privacy
 from perfed.core.streams import (
+    chosen_each,
     random_bits,
     shuffled_indices,
     stream_key,
@@ -75,6 +78,8 @@ class Sgd:
     batches: int
     stream: int
     sample_clip: float | None
+    privacy: Privacy | None = None
+    """Where what comes of it is to hide single samples: each step is noised."""
 
     @property
     def room(self) -> int:
@@ -120,7 +125,42 @@ class Sgd:
 
     def _key(self, what: str) -> int:
         client = self.client
-        return stream_key(client.population.seed, f"{what}/{self.stream}", client.id, client.round)
+        return stream_key(client.seed, f"{what}/{self.stream}", client.id, client.round)
+
+    @property
+    def noise_deviation(self) -> float:
+        """Of the noise on the sum of a step's gradients."""
+        return 0.0 if self.privacy is None else self.privacy.noise * self.privacy.clip
+
+    @property
+    def samples_a_step(self) -> int:
+        """What the sum is divided by."""
+        return self.client.population.training.batch_size
+
+    def noise_key(self) -> int:
+        return self._key("noise")
+
+    @cached_property
+    def chosen(self) -> Chosen:
+        """Where training is private: which samples each step sees, each by its own chance. A step
+        has as many places as the largest of them needs, and a few more: so sizes are few."""
+        client = self.client
+        population, (key,) = client.population, self.private_keys()
+        count, rate = population.train_size(client.id), population.account(client.id).rate
+        chosen = chosen_each(key, self.steps, count, rate, population.device)
+        most = int(chosen.sum(1).max())
+        width = min(count, max(1, -(-most // PLACES) * PLACES))
+        order = (~chosen).to(torch.int8).argsort(dim=1, stable=True)[:, :width]
+        return Chosen(order, chosen.gather(1, order))
+
+
+class Chosen(NamedTuple):
+    """The samples of each step of a private training, (steps, places)."""
+
+    which: Tensor
+    """Numbers among the client's training samples."""
+    filled: Tensor
+    """Whether a place has a sample that counts."""
 
 
 class Trained(NamedTuple):
@@ -164,6 +204,9 @@ class Forward:
         return params | (public_buffers if self.public and public_buffers else buffers)
 
 
+STEPS = "private_steps"
+"""Where a client keeps how many noised steps it has made."""
+PLACES = 8  # of samples in a private step come together
 LEARNT_FROM = ("train", "validation")  # never from those a client is evaluated on
 Request = Sgd | Forward
 Ask = Callable[[Request], Any]
@@ -252,6 +295,8 @@ class EngineClient:
         self.population = population
         self.id = client
         self.round = round
+        self.seed = population.seed
+        """Of its mini-batches."""
         self.architecture = population.architectures[client]
         self.ask: Ask
         """Where requests go: set by the engine that performs this client's job."""
@@ -411,10 +456,22 @@ class EngineClient:
             self, models, states, single, objective, inputs, steps, rate, batches, stream,
             sample_clip,
         )  # fmt: skip
-        trained: Trained = self.ask(request)
+        trained: Trained = self.ask(self._as_asked(request))
         if self._keeps_optimizer and any(trained.states.values()):
             self.kept = self.kept | {slot: trained.states}
         return trained.models[OWN] if single else trained.models
+
+    def _as_asked(self, request: Sgd) -> Sgd:
+        return request
+
+    def facts(self) -> dict[str, float]:
+        """The numbers in its state, and what it has spent, for the run directory."""
+        counted = {n: t for n, t in self.kept.items() if n == STEPS}
+        return {
+            name: value.item()
+            for name, value in (self.state | counted).items()
+            if isinstance(value, Tensor) and value.ndim == 0
+        }
 
     @property
     def _keeps_optimizer(self) -> bool:
@@ -468,6 +525,13 @@ def step_keys(requests: Sequence[Sgd]) -> Tensor:
     return random_bits(keys, requests[0].room)
 
 
+def noise_keys(requests: Sequence[Sgd]) -> Tensor:
+    """The keys of the noise of each step, (requests, steps)."""
+    device = requests[0].client.population.device
+    keys = torch.tensor([request.noise_key() for request in requests], device=device)
+    return random_bits(keys, requests[0].room)
+
+
 def private_draws(request: Sgd, key: int) -> Tensor:
     """Which of its training samples one client's steps see, (steps, batch)."""
     population = request.client.population
@@ -487,7 +551,10 @@ def mini_batches(request: Sgd) -> Iterator[tuple[Private | tuple[Private, ...], 
     def drawn(key: int, batch: int, bound: int) -> Tensor:
         return uniform_indices(key, (steps, batch), bound, population.device)
 
-    private = [train[private_draws(request, key)] for key in request.private_keys()]
+    if request.privacy is not None:
+        private: list[Tensor] = [train[request.chosen.which]]
+    else:
+        private = [train[private_draws(request, key)] for key in request.private_keys()]
     codes = [
         drawn(key, training.batch_size, CODES) if training.augment else None
         for key in request.augmentation_keys()

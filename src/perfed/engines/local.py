@@ -100,11 +100,7 @@ def outcomes(
         job.client.id: Outcome(
             reply,
             job.client.id in records,
-            {
-                name: value.item()
-                for name, value in job.client.state.items()
-                if isinstance(value, Tensor) and value.ndim == 0
-            },
+            job.client.facts(),
             broken.get((job.client.id, "model")),
             broken.get((job.client.id, "reply")),
         )

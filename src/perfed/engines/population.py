@@ -4,29 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from perfed.config import Training
+from perfed.core.accounting import Spending
 from perfed.core.admission import check
 from perfed.core.algorithm import Algorithm, Predictor
 from perfed.core.declaration import Known
 from perfed.core.errors import ConfigError, did_you_mean, shape_text
+from perfed.core.gradients import mixes_samples
 from perfed.core.hostile import Attack, Attacker, honest_ones
 from perfed.core.inputs import Inputs
 from perfed.core.message import Message
 from perfed.core.metrics import EVALUATED_ON, Samples, column_name, evaluate
 from perfed.core.network import Between
 from perfed.core.own_code import running, wrong_return
+from perfed.core.privacy import Account, Privacy, sampling_rate, told_number
 from perfed.core.randomness import draws_numbers
 from perfed.core.schema import plain
+from perfed.core.streams import numpy_stream, stream_key
 from perfed.core.tree import OWN, Weights, find_not_finite
 from perfed.core.wire import Link
 from perfed.data import Federation
 from perfed.engines.base import Call, ClientRecord, Engine, EngineClient, Job, Method
+from perfed.engines.speaker import Speaker
 from perfed.engines.store import ClientStore
 from perfed.engines.window import Window
 from perfed.engines.work import forward_flops
@@ -40,6 +45,18 @@ from perfed.models import (
     initial_weights,
     inputs_for,
 )
+
+
+class Purse(Protocol):
+    """A site's own account of its privacy, over all that it takes part in."""
+
+    secret: int
+    told: int
+    spent: list[Spending]
+
+    def spend(self, spending: Spending) -> None:
+        """Write down a training before it begins."""
+
 
 LARGE_STEP = 100e6
 """Floating-point operations of one client's training step from which its layers keep a core busy:
@@ -62,7 +79,11 @@ class Population:
         link: Link | None = None,
         trusts_server: bool = True,
         attack: Attack | None = None,
+        privacy: Privacy | None = None,
+        purse: Purse | None = None,
     ) -> None:
+        """``purse`` is a site's own account of its privacy; in a simulation clients count for
+        themselves, and what hides samples follows from the seed, so that it can be repeated."""
         self.algorithm = algorithm
         self.federation = federation
         self.training = training
@@ -75,6 +96,9 @@ class Population:
         """What hostile clients do; who they are is said in the federation's facts."""
         self._honest = honest_ones(federation.partition_facts, federation.clients)
         self._messages = algorithm.messages()
+        self.privacy = None if self._messages.up == {} else privacy  # who is silent needs none
+        self.purse = purse
+        self.secret = stream_key(seed, "secret") if purse is None else purse.secret
         self.engine: Engine
         """Set by whoever runs these clients."""
         self.assignment = models
@@ -105,6 +129,7 @@ class Population:
         self.modules = {label: build_module(*how).to(device) for label, how in self._shapes.items()}
         self._check_batches()
         self._check_augmentation()
+        self._check_privacy()
         self._heads: dict[str, tuple[str, int]] = {}
         self._draws_numbers: dict[str, bool] = {}
         self._forward_flops: dict[str, int] = {}
@@ -136,6 +161,39 @@ class Population:
                 f"needs images, channels×height×width; these samples are {inputs}: must be empty",
                 "training.augment",
             )
+
+    def _check_privacy(self) -> None:
+        for label, module in self.modules.items() if self.privacy is not None else ():
+            if mixes_samples(module):
+                raise ConfigError(
+                    f"'{label}' has BatchNorm, which mixes the samples of a mini-batch: privacy "
+                    "needs a network without it, such as one with GroupNorm",
+                    "models",
+                )
+
+    def told_size(self, client: int) -> int:
+        """How many training samples a client says it has."""
+        size = self._hidden_size(client)
+        return size if self.attack is None or self._honest[client] else self.attack.told(size)
+
+    def _hidden_size(self, client: int) -> int:
+        if self.privacy is None:
+            return self.train_size(client)
+        if self.purse is not None:
+            return self.purse.told
+        draw = numpy_stream(self.secret, "told samples", client).standard_normal()
+        return told_number(self.train_size(client), self.privacy, draw)
+
+    def account(self, client: int) -> Account:
+        """What a client may spend on messages that hide its samples."""
+        assert self.privacy is not None
+        rate = sampling_rate(self.training.batch_size, self.told_size(client))
+        before = () if self.purse is None else tuple(self.purse.spent)
+        return Account(self.privacy, rate, before)
+
+    def epsilon(self, client: int, steps: int) -> float:
+        """What a client has spent after so many noised steps."""
+        return 0.0 if self.privacy is None else self.account(client).epsilon(steps)
 
     def _find_heads(self) -> None:
         """The last layer of each network, and the width of what goes into it."""
@@ -290,8 +348,9 @@ class Population:
     def _first_message(self, client: EngineClient, message: Message) -> Message | None:
         if not self._trusts_server:
             check(message, {}, self.known(client.id))
+        speaking = client if self.privacy is None else Speaker(client, opening=True)
         with running(self.algorithm, "first_message"):
-            first = self.algorithm.first_message(client)
+            first = self.algorithm.first_message(speaking)
         return None if first is None else self._sent(client, message, first, "first_message")
 
     def _client_round(self, client: EngineClient, message: Message) -> Message | None:
@@ -306,6 +365,11 @@ class Population:
         with running(self.algorithm, "client_round"):
             reply = self.algorithm.client_round(client, received)
         client.check_kept()
+        if self.privacy is not None:  # what was just written is of what stays at home
+            speaker = Speaker(client)
+            with running(self.algorithm, "speak"):
+                reply = self.algorithm.speak(speaker, received)
+            speaker.leave()
         return self._sent(client, received, reply, "client_round")
 
     def _sent(
@@ -381,13 +445,14 @@ class Population:
         return columns
 
     def record(self, client: int) -> ClientRecord:
-        return self.records.get(client) or ClientRecord(self._first_weights(client))
+        return self.records.get(client) or ClientRecord(self.first_weights(client))
 
     def client(self, client: int, round: int, evaluated: bool = False) -> EngineClient:
         """One client, in one round; ``evaluated`` where its models are only evaluated."""
         return EngineClient(self, client, round, evaluated)
 
-    def _first_weights(self, client: int) -> Weights:
+    def first_weights(self, client: int) -> Weights:
+        """What a client's own model begins with."""
         if self._own_initial:
             return self._draw_weights(self.architectures[client], client=client)
         return self.initial_weights(self.architectures[client])
@@ -443,11 +508,6 @@ class Population:
 
     def train_size(self, client: int) -> int:
         return int(self.federation.train_sizes[client])
-
-    def told_size(self, client: int) -> int:
-        """How many training samples a client says it has."""
-        size = self.train_size(client)
-        return size if self.attack is None or self._honest[client] else self.attack.told(size)
 
 
 def with_public_statistics(weights: Weights, algorithm: Algorithm, training: Training) -> Weights:

@@ -13,12 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from perfed.core.algorithm import Network, Private, Public, trainable
-from perfed.core.gradients import check_sample_gradients, clipped_mean
+from perfed.core.algorithm import Network, Objective, Private, Public, trainable
+from perfed.core.gradients import Noise, check_sample_gradients, clipped_gradient
 from perfed.core.network import outputs
 from perfed.core.randomness import addressed
 from perfed.core.tree import Weights
-from perfed.engines.base import Forward, Job, Request, Sgd, Trained, mini_batches, step_keys
+from perfed.engines.base import (
+    Forward,
+    Job,
+    Request,
+    Sgd,
+    Trained,
+    mini_batches,
+    noise_keys,
+    step_keys,
+)
 from perfed.engines.local import LocalEngine
 
 EVALUATION_BATCH = 2048
@@ -56,10 +65,12 @@ def train(request: Sgd, before_step: Callable[[], None]) -> Trained:
     networks = _networks(request, modules, models)
     states = dict(request.states)
     keys = step_keys([request])[0] if request.draws_numbers else repeat(None)
-    for (private, public), key in zip(mini_batches(request), keys, strict=False):
+    private_noise = noise_keys([request])[0] if request.privacy is not None else None
+    for step, ((private, public), key) in enumerate(zip(mini_batches(request), keys, strict=False)):
         before_step()
+        noise = None if private_noise is None else private_noise[step]
         with addressed(key):
-            gradients = _gradients(request, networks, params, private, public)
+            gradients = _gradients(request, networks, params, private, public, step, noise)
         with torch.no_grad():
             for network, own in params.items():
                 directions, states[network] = optimizer.update(
@@ -77,27 +88,37 @@ def _gradients(
     params: Params,
     private: Private | tuple[Private, ...],
     public: Public | None,
+    step: int,
+    noise_key: Tensor | None,
 ) -> Params:
     """The gradient of the objective on one step's mini-batches."""
     if request.sample_clip is not None:
 
-        def loss_at(at: Params, one: Private) -> Tensor:
+        def loss_at(objective: Objective, at: Params, one: Private | None) -> Tensor:
             moved = {name: network.with_params(at[name]) for name, network in networks.items()}
-            return _loss(request, moved, one, public)
+            return _loss(request, objective, moved, one, public)
 
         here = {name: {n: t.detach() for n, t in own.items()} for name, own in params.items()}
-        return clipped_mean(loss_at, here, private, request.sample_clip)
-    loss = _loss(request, networks, private, public)
+        given = (loss_at, request.objective, here, private, request.sample_clip)
+        if request.privacy is None or noise_key is None:
+            return clipped_gradient(*given)
+        noise = Noise(noise_key, request.noise_deviation, request.samples_a_step)
+        return clipped_gradient(*given, request.chosen.filled[step], noise)
+    loss = _loss(request, request.objective, networks, private, public)
     flat = [param for own in params.values() for param in own.values()]
     found = iter(torch.autograd.grad(loss, flat, materialize_grads=True))
     return {network: {name: next(found) for name in own} for network, own in params.items()}
 
 
 def _loss(
-    request: Sgd, networks: Mapping[str, Network], private: Any, public: Public | None
+    request: Sgd,
+    objective: Objective,
+    networks: Mapping[str, Network],
+    private: Any,
+    public: Public | None,
 ) -> Tensor:
     given: Any = next(iter(networks.values())) if request.single else networks
-    return request.objective(given, private, public, *request.inputs)
+    return objective(given, private, public, *request.inputs)
 
 
 def _networks(

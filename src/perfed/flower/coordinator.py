@@ -334,7 +334,7 @@ class FederatedRun(Coordinator):
             if (
                 not self.algorithm.evaluated_with_server
             ):  # a client evaluates itself whenever it has trained
-                numbers = self.membership.numbers
+                numbers = dict(self.membership.numbers)
             else:
                 numbers = yield from self._ask_for_numbers(round)
                 while len(numbers) < self.options.minimum and round + 1 == self.experiment.rounds:
@@ -343,8 +343,8 @@ class FederatedRun(Coordinator):
                     )  # or there is no end
                     self._wait_for(self.options.minimum)
                     numbers = yield from self._ask_for_numbers(round)
-        numbers = alike(numbers)
-        if not numbers:
+        numbers = alike({client: told for client, told in numbers.items() if told})
+        if not numbers:  # or all sites keep theirs to themselves
             return {}
         self._accuracy = typical_accuracy(numbers)
         line = {"round": round} | columns_of(numbers, self._everyone())
@@ -364,7 +364,7 @@ class FederatedRun(Coordinator):
         tasks = [Task(c, EVALUATE, round, message) for c, message in messages.items()]
         answers = yield tasks
         return {
-            task.client: checked_numbers(answer.facts)
+            task.client: checked_numbers(answer.facts) if "numbers" in answer.facts else {}
             for task, answer in zip(tasks, answers, strict=True)
             if answer is not None
         }
@@ -556,6 +556,6 @@ def _checked(task: Header, answer: Answer) -> Envelope:
     check_answer(task, answer)
     if not isinstance(answer.facts, Mapping):
         raise Refused("its answer has no facts")
-    if task.kind == EVALUATE or "numbers" in answer.facts:
+    if "numbers" in answer.facts:  # a site whose messages are private keeps them
         checked_numbers(answer.facts)
     return answer

@@ -13,6 +13,7 @@ from perfed.config import Experiment, read_mapping
 from perfed.core.errors import ConfigError, DataError
 from perfed.core.inputs import Inputs, Tokens
 from perfed.core.objects import import_object
+from perfed.core.privacy import Privacy
 from perfed.core.schema import Options, from_mapping, option
 from perfed.data import (
     ClientSplit,
@@ -189,6 +190,11 @@ class SiteOptions(Options):
     )
     public: PublicSet = option(PublicSet(), "the public set")
     agrees: Agreement = option(Agreement(), "what a coordinator may ask of this site")
+    privacy: Privacy | None = option(
+        None,
+        "what hides single samples in all that leaves this site; only this file says so, whatever "
+        "a coordinator's says ('perfed explain privacy')",
+    )
     alone: bool = option(True, "also train a copy without the federation, to see what is gained")
     device: str = option("auto", "cpu, cuda, cuda:1, …; auto: a GPU if there is one")
 
@@ -290,6 +296,11 @@ class CoordinatorOptions(Options):
         if self.experiment.hostile is not None:
             raise ConfigError(
                 "sites are what they are: only simulations have it", "experiment.hostile"
+            )
+        if self.experiment.privacy is not None:
+            raise ConfigError(
+                "is each site's own: set it in site.yaml, where no coordinator can change it",
+                "experiment.privacy",
             )
         if self.experiment.evaluate_clients:
             raise ConfigError(

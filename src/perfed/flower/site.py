@@ -5,6 +5,7 @@ Every task may find another process here, so nothing lives in memory. The folder
     site.json                    who this is, so that two sites cannot go by one number
     approved.json, waiting.json  which plans somebody here has approved (:mod:`.approval`)
     ledger.jsonl, ledger.head    what was asked, what left, what was refused (:mod:`.ledger`)
+    privacy.json                 what hides samples here, and what that has cost (:mod:`.purse`)
     <run>/plan.json              what the coordinator said when this site joined
     <run>/checkpoint.safetensors the model, the algorithm's state, the last round and its answer
     <run>/personal.safetensors   the model to use, as last evaluated (``perfed.load_model``)
@@ -31,8 +32,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from perfed.config import Training
+from perfed.config import Training, check_private
 from perfed.core import tensorfile
+from perfed.core.accounting import composed, epsilon
 from perfed.core.algorithm import Algorithm, Client, reference_algorithm
 from perfed.core.errors import ConfigError, Diverged, PerfedError, RunError
 from perfed.core.message import Message
@@ -60,6 +62,7 @@ from perfed.flower.protocol import (
     one_line,
     public_hash,
 )
+from perfed.flower.purse import Purse
 from perfed.flower.settings import SiteOptions, read_site
 from perfed.models import Models, parameter_count
 from perfed.runs.coordinator import check_finite, diverged
@@ -237,15 +240,18 @@ class Site:
         self._write_plan(task, plan)
         checkpoint = self._checkpoint(task)
         population = self._population(plan, plan.algorithm, checkpoint.record)
+        sizes = {part: len(getattr(self.split, part)) for part in SPLIT_PARTS}
+        if options.privacy is not None:  # nobody needs to know the others: one stands for them
+            sizes = dict.fromkeys(sizes, 1) | {"train": self._purse().told}
         facts: dict[str, Any] = {
             "client": options.client,
             "site": self._identity(),
             "architecture": population.architectures[options.client],
-            "sizes": {part: len(getattr(self.split, part)) for part in SPLIT_PARTS},
+            "sizes": sizes,
             "features": population.width(population.architectures[options.client]),
             "round": checkpoint.round,
         }
-        if not plan.algorithm.evaluated_with_server:
+        if not plan.algorithm.evaluated_with_server and options.privacy is None:
             round = max(checkpoint.round, 0)
             facts["numbers"] = self._evaluate(population, round, Message())[0]
         self.say(f"asks to join {task.header.run} as client {options.client}")
@@ -272,7 +278,15 @@ class Site:
         return self._agreed(values)
 
     def _agreed(self, plan: Any) -> Plan:
-        return self.options.agrees.plan(plan, len(self.split.train))
+        # Its refusals may name how many steps an epoch has.
+        samples = len(self.split.train) if self.options.privacy is None else self._purse().told
+        agreed = self.options.agrees.plan(plan, samples)
+        if self.options.privacy is not None:
+            try:
+                check_private(agreed.algorithm, agreed.training)
+            except ConfigError as error:
+                raise Refused(f"what leaves this site is private: {error}") from None
+        return agreed
 
     def _forget_invitations(self, newest: Path) -> None:
         """Of runs that this site has never trained in, few are kept: whoever invites it a
@@ -312,17 +326,26 @@ class Site:
         if header.kind == EVALUATE:
             numbers, models = self._evaluate(population, header.round, task.message)
             self._report(task, plan, before, numbers, models)
-            return task.answer(Message(), {"numbers": numbers})
+            return task.answer(Message(), self._told({"numbers": numbers}))
         if before.round == header.round:
             self.say(f"round {header.round} is done already: answered from the checkpoint")
-            return task.answer(before.answer, before.facts)
+            return task.answer(before.answer, self._told(before.facts))
         if before.round > header.round:
             raise Refused(f"this site has done round {before.round}: round {header.round} is over")
         after = self._train(task, plan, population, before)
         self._save(task, plan, population, after)
         did = "answers the opening" if header.kind == FIRST else "has trained and answers"
         self.say(f"round {header.round}: client {client} {did}")
-        return task.answer(after.answer, after.facts)
+        return task.answer(after.answer, self._told(after.facts))
+
+    def _told(self, facts: Mapping[str, Any]) -> dict[str, Any]:
+        """What leaves beside a message: how good a model is tells of the samples it is tried on."""
+        kept = () if self.options.privacy is None else ("numbers",)
+        return {name: fact for name, fact in facts.items() if name not in kept}
+
+    def _purse(self) -> Purse:
+        assert self.options.privacy is not None
+        return Purse.open(self.state, self.options.privacy, len(self.split.train))
 
     def _train(
         self, task: Envelope, plan: Plan, population: Population, before: Checkpoint
@@ -396,6 +419,9 @@ class Site:
             tensorfile.write_atomically(folder / PERSONAL, tensorfile.sealed(model)[0])
         line: dict[str, Any] = {"round": task.header.round, **headline(numbers)}
         text = f"round {task.header.round}: accuracy {100 * line['test_accuracy']:.1f} %"
+        if self.options.privacy is not None:
+            line["epsilon"] = self._epsilon()
+            text += f", ε {line['epsilon']:.2f} spent so far"
         if checkpoint.alone is not None:
             line |= self._alone(task, plan, checkpoint.alone)
         if "alone_test_accuracy" in line:
@@ -407,6 +433,13 @@ class Site:
         with open(folder / REPORT, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         self.say(text)
+
+    def _epsilon(self) -> float:
+        """What this site has spent, in all runs."""
+        privacy = self.options.privacy
+        assert privacy is not None
+        spent = composed([privacy.told(), *self._purse().spent])
+        return epsilon(spent, privacy.delta)
 
     def _alone(self, task: Envelope, plan: Plan, record: ClientRecord) -> dict[str, float]:
         """The numbers of the copy; none where it has diverged, which is nobody else's matter."""
@@ -505,6 +538,8 @@ class Site:
             self.device,
             link=Link(plan.wire if algorithm is plan.algorithm else (), plan.seed),
             trusts_server=False,
+            privacy=self.options.privacy,
+            purse=None if self.options.privacy is None else self._purse(),
         )
         engine = SequentialEngine()
         engine.before_step = self.options.agrees.timer()

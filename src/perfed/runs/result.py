@@ -72,6 +72,8 @@ class Result:
         """
         lines = self.directory.lines("rounds.jsonl")
         evaluated = [line for line in lines if "evaluation" in line]
+        if not evaluated and len(lines) and lines[-1]["round"] + 1 == self.experiment.rounds:
+            evaluated = [lines[-1] | {"evaluation": {}}]  # sites that keep their numbers
         if not evaluated:
             raise RunError(f"{self.path} has no evaluated round yet")
         return {
@@ -90,6 +92,7 @@ class Result:
                 for kind in evaluated[-1]["evaluation"]
             },
             "traffic": evaluated[-1]["traffic_total"],
+            **({"privacy": evaluated[-1]["privacy"]} if "privacy" in evaluated[-1] else {}),
         }
 
     def record(self) -> dict[str, Any]:

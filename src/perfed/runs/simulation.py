@@ -28,7 +28,9 @@ from perfed.core.selection import select_clients
 from perfed.core.threads import WRITERS, cpu_threads, in_threads
 from perfed.core.tree import flatten
 from perfed.engines import ClientRecord, ClientStore, Engine, Execution, Outcome, Population
+from perfed.engines.base import STEPS
 from perfed.engines.execution import fitting_threads
+from perfed.engines.speaker import spent_steps
 from perfed.models import parameter_count
 from perfed.runs.coordinator import (
     Callback,
@@ -155,6 +157,7 @@ class Simulation(Coordinator):
             ClientStore(self.device, how.store_bytes()),
             self._link,
             attack=experiment.hostile,
+            privacy=experiment.privacy,
         )
         self._told_sizes = self._told()
         self.engine = engine or how.build_engine()
@@ -163,6 +166,7 @@ class Simulation(Coordinator):
         self.engine.expect(self.population, self.clients if everyone else self.selected)
         self._counts = dict(Counter(self.population.architectures))
         self.records = self.population.records
+        self._private_steps: dict[int, int] = {}
         self._client_facts: Mapping[int, Mapping[str, float]] = {}
 
     def finish_in(self, directory: RunDirectory) -> Result:
@@ -187,6 +191,7 @@ class Simulation(Coordinator):
 
     def _restore(self, records: Mapping[int, ClientRecord]) -> None:
         self.population.commit(records)
+        self._private_steps = {k: spent_steps(record.kept) for k, record in records.items()}
 
     def _kept(self) -> Mapping[int, ClientRecord]:
         self.engine.collect(self.population)
@@ -236,9 +241,20 @@ class Simulation(Coordinator):
         check_finite(round, {"the server": [*flatten(self.progress.state).items()]})
         self.engine.commit(self.population)
         self.changed.update(client for client, outcome in outcomes.items() if outcome.changed)
-        self._client_facts = {client: outcome.facts for client, outcome in outcomes.items()}
+        self._client_facts = {client: self._facts_of(client, o) for client, o in outcomes.items()}
         self._note_training(clients)
         return clients, difference(channel.total, before)
+
+    def _facts_of(self, client: int, outcome: Outcome) -> dict[str, float]:
+        """What a round's line says of a client: of noised steps, what they cost so far."""
+        facts = dict(outcome.facts)
+        if self.population.privacy is not None:
+            self._private_steps[client] = int(facts.pop(STEPS))
+            facts["epsilon"] = self._epsilon(client)
+        return facts
+
+    def _epsilon(self, client: int) -> float:
+        return self.population.epsilon(client, self._private_steps.get(client, 0))
 
     def _evaluate(self, round: int, directory: RunDirectory) -> Steps[dict[str, Any]]:
         with self._timed("evaluate"):
@@ -252,6 +268,10 @@ class Simulation(Coordinator):
             kind: {name: values.tolist() for name, values in column.items()}
             for kind, column in columns.items()
         }
+        if self.experiment.privacy is not None:
+            spent = [self._epsilon(client) for client in self.evaluated]
+            for column in lists.values():
+                column["epsilon"] = spent
         directory.append("clients.jsonl", {"round": round, **lists})
         train_sizes = self.federation.train_sizes[self.evaluated]
         test_sizes = self.federation.test_sizes[self.evaluated]
@@ -338,7 +358,29 @@ class Simulation(Coordinator):
         """Small things that clients keep (their cluster, say), in the order of ``clients``."""
         facts = [self._client_facts[client] for client in clients]
         names = sorted({name for one in facts for name in one})
-        return {"client_state": {name: [one.get(name) for one in facts] for name in names}}
+        states = {name: [one.get(name) for one in facts] for name in names}
+        return {"client_state": states} | self._privacy_facts()
+
+    def _privacy_facts(self) -> dict[str, Any]:
+        """What clients have spent, of those that are evaluated."""
+        privacy = self.experiment.privacy
+        if privacy is None:
+            return {}
+        spent = [self._epsilon(client) for client in self.evaluated]
+        return {
+            "privacy": {
+                "epsilon": max(spent),
+                "epsilon_mean": float(np.mean(spent)),
+                "delta": privacy.delta,
+                "spent_up": sum(map(self._has_spent_all, self.evaluated)),
+            }
+        }
+
+    def _has_spent_all(self, client: int) -> bool:
+        if self.population.privacy is None:
+            return False
+        steps = self._private_steps.get(client, 0)
+        return not self.population.account(client).allows(steps, self.experiment.training.steps)
 
     def _check_partition(self, path: Path, recorded: dict[str, Any]) -> None:
         """The data and networks are those the run was begun with, as far as it says."""
@@ -381,8 +423,8 @@ class Simulation(Coordinator):
         return ClientInfo(client, architecture, int(self._told_sizes[client]))
 
     def _told(self) -> np.ndarray:
-        """How many training samples each client says it has."""
-        if self.experiment.hostile is None:
+        """How many training samples each client says it has: all that the server knows of it."""
+        if self.experiment.hostile is None and self.experiment.privacy is None:
             return self.federation.train_sizes
         return np.array([self.population.told_size(client) for client in self._everyone()])
 

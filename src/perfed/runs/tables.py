@@ -33,6 +33,12 @@ A dash for chosen: the algorithm uses validation samples itself, so they cannot
 choose its round; with --set split.second_validation=true half of them can."""
 
 
+PRIVATE = """
+ε: the most that a client has spent on its messages, by which single samples are
+hidden in all that it sends; what stays at home is not noised ('perfed explain
+privacy')."""
+
+
 @dataclass(frozen=True)
 class Row:
     """One algorithm and model kind, over its seeds."""
@@ -53,6 +59,11 @@ class Row:
         if self.validation_is_used:
             return "–"
         return spread(self.values(lambda models: models["chosen"]["test_accuracy"]))
+
+    def epsilon(self) -> str:
+        """The most that a client has spent; a dash where messages hide nothing."""
+        spent = [one["privacy"]["epsilon"] for one in self.summaries if "privacy" in one]
+        return f"{max(spent):.2f}" if spent else "–"
 
     def traffic(self, *names: str) -> float:
         totals = [float(sum(s["traffic"][name] for name in names)) for s in self.summaries]
@@ -104,7 +115,11 @@ def quantity(value: float, unit: str = "") -> str:
 def summary(summaries: Sequence[dict[str, Any]]) -> Table:
     shown = rows(summaries)
     note = footnote(shown)
-    return Table("", HEADER, [cells(row) for row in shown], note, names=2)
+    header, lines = HEADER, [cells(row) for row in shown]
+    if any("privacy" in one for one in summaries):
+        header, note = (*HEADER, "ε"), note + PRIVATE
+        lines = [[*line, row.epsilon()] for line, row in zip(lines, shown, strict=True)]
+    return Table("", header, lines, note, names=2)
 
 
 HARM = 2.0  # points

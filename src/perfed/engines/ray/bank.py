@@ -17,6 +17,7 @@ from perfed.core.algorithm import Algorithm
 from perfed.core.hostile import Attack
 from perfed.core.message import Message
 from perfed.core.metrics import learn
+from perfed.core.privacy import Privacy
 from perfed.core.tree import identity
 from perfed.core.wire import Link
 from perfed.data import Federation
@@ -41,6 +42,7 @@ class Recipe:
     rounds: int
     seed: int
     link: Link
+    privacy: Privacy | None
     clients_a_round: int
     store_bytes: int | None
     metrics: list[tuple[str, tuple[str, str]]]
@@ -105,6 +107,7 @@ class Bank:
             store,
             recipe.link,
             attack=recipe.attack,
+            privacy=recipe.privacy,
         )
         population.engine = self._engine
         self._engine.expect(population, recipe.clients_a_round)

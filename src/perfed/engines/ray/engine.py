@@ -200,6 +200,7 @@ class RayEngine:
                 population.rounds,
                 population.seed,
                 population.link,
+                population.privacy,
                 -(-hosted.clients_a_round // self._count),
                 None if store.limit is None else store.limit // self._count,
                 own_metrics(),

@@ -47,6 +47,7 @@ from perfed.engines.stacked.stack import (
     StackedModule,
     StackedStep,
     draw,
+    places,
     stack_inputs,
     stack_moving,
     stack_of_one,
@@ -247,7 +248,8 @@ class StackedEngine(LocalEngine):
 
     def _name(self, kind: Hashable, lanes: int, stack: Sequence[Any]) -> Hashable:
         """Of a stack's recording."""
-        return (kind, lanes if self._record else len(stack))
+        wide = places(stack) if isinstance(stack[0], Sgd) else 0
+        return (kind, lanes if self._record else len(stack), wide)
 
     def _in_turns(
         self,

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
+from perfed.core.algorithm import Parts
 from perfed.core.schema import Options
 from perfed.core.tree import Weights
 from perfed.engines.base import Forward, Request, Sgd
@@ -47,6 +48,7 @@ def _kind(request: Request) -> Hashable:
         request.room,
         request.batches,
         request.sample_clip,
+        request.privacy,
         population.training,
         population.algorithm.trains_on_public_set,
     )
@@ -66,6 +68,8 @@ def _structure(weights: Weights) -> Hashable:
 
 def objective_key(objective: Any) -> Hashable | None:
     """Equal for objectives that compute the same; None where that cannot be known."""
+    if isinstance(objective, Parts):
+        return _keys(Parts, objective.private, objective.public)
     if isinstance(objective, functools.partial):
         return _keys(objective.func, *objective.args, *sorted(objective.keywords.items()))
     if isinstance(objective, types.MethodType):

@@ -20,17 +20,24 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from perfed.core.algorithm import Network, Private, Public, free_parameters, trainable
+from perfed.core.algorithm import (
+    Network,
+    Objective,
+    Private,
+    Public,
+    free_parameters,
+    trainable,
+)
 from perfed.core.augmentation import CODES, augmented
 from perfed.core.errors import ConfigError
-from perfed.core.gradients import check_sample_gradients, clipped_mean
+from perfed.core.gradients import Noise, check_sample_gradients, clipped_gradient
 from perfed.core.inputs import precision_of
 from perfed.core.network import declared, head_outputs, outputs
 from perfed.core.predictor import What
 from perfed.core.randomness import addressed, dice_of
 from perfed.core.streams import uniform_indices_of
 from perfed.core.tree import Weights, identity
-from perfed.engines.base import Sgd, Trained, private_draws, step_keys
+from perfed.engines.base import PLACES, Sgd, Trained, noise_keys, private_draws, step_keys
 from perfed.engines.stacked import hopper
 from perfed.engines.stacked.alone import LoneModule
 from perfed.engines.stacked.attention import mapped_attention
@@ -279,6 +286,10 @@ class Drawn(NamedTuple):
     """Numbers within the client's public set; empty where there is none."""
     keys: list[Tensor]
     """Of the random numbers that networks draw; empty where they draw none."""
+    filled: list[Tensor]
+    """Which places of the mini-batch count, where training is private."""
+    noise: list[Tensor]
+    """The keys of the noise, where training is private."""
 
 
 class Draws(NamedTuple):
@@ -316,6 +327,7 @@ class StackedStep:
         self._objective = first.objective
         self._batches = first.batches
         self._sample_clip = first.sample_clip
+        self._noise = (first.noise_deviation, first.samples_a_step)
         training = first.client.population.training
         self._optimizer = training.optimizer
         self._augment = training.augment
@@ -392,7 +404,8 @@ class StackedStep:
         for public in drawn.public:
             publics = samples_at(samples.public_x, public + public_start[:, None]), public
         keys = drawn.keys[0] if drawn.keys else None
-        return Seen([*zip(images, labels, strict=True)], publics, keys)
+        noised = (*drawn.filled, *drawn.noise)
+        return Seen([*zip(images, labels, strict=True)], publics, keys, noised)
 
     def _gradients(
         self,
@@ -445,16 +458,23 @@ class StackedStep:
             privates: list[tuple[Tensor, Tensor]],
             publics: tuple[Tensor, ...],
             inputs: list[Tensor],
+            noised: tuple[Tensor, ...],
         ) -> dict[str, dict[str, Tensor]]:
-            def loss(at: dict[str, dict[str, Tensor]], one: Private) -> Tensor:
+            def loss(
+                objective: Objective, at: dict[str, dict[str, Tensor]], one: Private | None
+            ) -> Tensor:
                 moved = {n: w._replace(params=w.params | at[n]) for n, w in models.items()}
-                return self._loss_of_one(moved, {}, [(one.x, one.y)], publics, inputs)
+                return self._loss_at(objective, moved, {}, one, publics, inputs)
 
-            return clipped_mean(loss, at, Private(*privates[0]), bound)
+            given = (loss, self._objective, at, Private(*privates[0]), bound)
+            if not noised:
+                return clipped_gradient(*given)
+            filled, key = noised
+            return clipped_gradient(*given, filled, Noise(key, *self._noise))
 
         detached = {name: weights.detached() for name, weights in models.items()}
         means: dict[str, dict[str, Tensor]] = self._mapped(
-            of_one, seen, here, detached, seen.privates, seen.publics, inputs
+            of_one, seen, here, detached, seen.privates, seen.publics, inputs, seen.noised
         )
         return {network: [*own.items()] for network, own in means.items()}
 
@@ -516,9 +536,22 @@ class StackedStep:
         publics: tuple[Tensor, ...],
         inputs: list[Tensor],
     ) -> Tensor:
-        asked: list[tuple[str, Tensor]] = []
         batches = tuple(Private(x, y) for x, y in privates)
-        together = (batches[0].x, publics[0]) if self._joins else None
+        private = batches if self._batches > 1 else batches[0]
+        return self._loss_at(self._objective, models, rounded, private, publics, inputs)
+
+    def _loss_at(
+        self,
+        objective: Objective,
+        models: dict[str, Weights],
+        rounded: dict[str, dict[str, Tensor]],
+        private: Private | tuple[Private, ...] | None,
+        publics: tuple[Tensor, ...],
+        inputs: list[Tensor],
+    ) -> Tensor:
+        asked: list[tuple[str, Tensor]] = []
+        first = private if isinstance(private, Private) else None
+        together = (first.x, publics[0]) if self._joins and first is not None else None
         networks = {
             name: StackedNetwork(
                 self._modules[name],
@@ -533,14 +566,14 @@ class StackedStep:
         given = iter(inputs)
         leaves = [next(given) if leaf is _TENSOR else leaf for leaf in self._leaves]
         with MappedLosses():
-            loss = self._objective(
+            loss = objective(
                 next(iter(networks.values())) if self._single else networks,
-                batches if self._batches > 1 else batches[0],
+                private,
                 Public(publics[0], publics[1]) if publics else None,
                 *tree_unflatten(leaves, self._form),
             )
-        if self._joins is None:
-            both = {("private", id(batches[0].x)), *(("public", id(x)) for x in publics[:1])}
+        if self._joins is None and first is not None:
+            both = {("private", id(first.x)), *(("public", id(x)) for x in publics[:1])}
             found = [(how, id(x)) for how, x in asked]
             self._joins = len(found) == 2 == len(both) and set(found) == both
         return loss
@@ -561,6 +594,8 @@ class Seen(NamedTuple):
     """Samples and their numbers, where there are any."""
     keys: Tensor | None
     """Of the random numbers that networks draw, one for each client."""
+    noised: tuple[Tensor, ...]
+    """Which places count, and the key of the noise; empty where training is not private."""
 
 
 def _apart_from(places: set[int], tree: Any) -> Any:
@@ -682,7 +717,10 @@ def draw(stack: Sequence[Sgd], starts: Mapping[int, tuple[int, int]]) -> Draws:
     shape = (first.room, training.batch_size)
     private, codes = [], []
     for number in range(first.batches):
-        if training.epochs:
+        if first.privacy is not None:
+            width = places(stack)
+            drawn = torch.stack([_widened(r.chosen.which, width) for r in stack])
+        elif training.epochs:
             drawn = pad_sequence(
                 [private_draws(request, request.private_keys()[number]) for request in stack],
                 batch_first=True,
@@ -700,7 +738,25 @@ def draw(stack: Sequence[Sgd], starts: Mapping[int, tuple[int, int]]) -> Draws:
         public.append(uniform_indices_of(lanes.public_keys, shape, lanes.public_sizes))
     counts = [request.steps for request in stack]
     keys = [step_keys(stack)] if first.draws_numbers else []
-    return Draws(Drawn(private, codes, public, keys), lanes.public_starts, counts)
+    filled, noise = [], []
+    if first.privacy is not None:
+        filled = [torch.stack([_widened(r.chosen.filled, places(stack)) for r in stack])]
+        noise = [noise_keys(stack)]
+    drawn_all = Drawn(private, codes, public, keys, filled, noise)
+    return Draws(drawn_all, lanes.public_starts, counts)
+
+
+def places(stack: Sequence[Sgd]) -> int:
+    """How many samples a step of a stack has room for, where training is private; else 0."""
+    if stack[0].privacy is None:
+        return 0
+    most: int = max(request.chosen.which.shape[1] for request in stack)
+    return -(-most // PLACES) * PLACES
+
+
+def _widened(table: Tensor, width: int) -> Tensor:
+    """With places that do not count: False, or the first sample."""
+    return pad(table, (0, width - table.shape[1]))
 
 
 class _Lanes:
