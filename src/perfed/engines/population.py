@@ -20,6 +20,7 @@ from perfed.core.message import Message
 from perfed.core.metrics import EVALUATED_ON, Samples, column_name, evaluate
 from perfed.core.network import Between
 from perfed.core.own_code import running, wrong_return
+from perfed.core.participation import Participation
 from perfed.core.randomness import draws_numbers
 from perfed.core.schema import plain
 from perfed.core.tree import OWN, Weights, find_not_finite
@@ -60,6 +61,7 @@ class Population:
         store: ClientStore | None = None,
         link: Link | None = None,
         trusts_server: bool = True,
+        participation: Participation | None = None,
     ) -> None:
         self.algorithm = algorithm
         self.federation = federation
@@ -69,6 +71,7 @@ class Population:
         self.device = device
         self.link = link or Link(seed=seed)
         self._trusts_server = trusts_server
+        self.participation = participation or Participation()
         self._messages = algorithm.messages()
         self.engine: Engine
         """Set by whoever runs these clients."""
@@ -161,6 +164,11 @@ class Population:
         """Training steps a round of the client that makes most of them."""
         sizes = self.federation.train_sizes
         return self.training.steps_of(int(max(sizes))) if len(sizes) else 0
+
+    @property
+    def uneven(self) -> bool:
+        """Whether clients make different numbers of training steps in a round."""
+        return self.training.epochs > 0 or self.participation.stragglers > 0
 
     def named(self, network: str, own: str) -> str:
         """The label of a network beside the own one of a client."""

@@ -13,6 +13,7 @@ from perfed.config import Experiment, read_mapping
 from perfed.core.errors import ConfigError, DataError
 from perfed.core.inputs import Inputs, Tokens
 from perfed.core.objects import import_object
+from perfed.core.participation import Participation
 from perfed.core.schema import Options, from_mapping, option
 from perfed.data import (
     ClientSplit,
@@ -286,6 +287,10 @@ class CoordinatorOptions(Options):
         if self.experiment.shift is not None:
             raise ConfigError(
                 "there are no samples here: sites have their own as they are", "experiment.shift"
+            )
+        if self.experiment.participation != Participation():
+            raise ConfigError(
+                "is for simulations: sites come and go by themselves", "experiment.participation"
             )
         if self.experiment.evaluate_clients:
             raise ConfigError(

@@ -16,6 +16,7 @@ from perfed.config import Training
 from perfed.core.algorithm import Algorithm
 from perfed.core.message import Message
 from perfed.core.metrics import learn
+from perfed.core.participation import Participation
 from perfed.core.tree import identity
 from perfed.core.wire import Link
 from perfed.data import Federation
@@ -46,6 +47,7 @@ class Recipe:
     """Where those are found that are not perfed's own."""
     folder: Path | None
     """Where clients beyond ``store_bytes`` wait, if this machine has it."""
+    participation: Participation
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,7 @@ class Bank:
             self._device,
             store,
             recipe.link,
+            participation=recipe.participation,
         )
         population.engine = self._engine
         self._engine.expect(population, recipe.clients_a_round)
