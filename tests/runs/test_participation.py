@@ -22,11 +22,18 @@ from tests.engines.test_stacked import assert_same, play, recording
 from tests.runs.test_resume import StopAfter, contents
 
 ROUGH: dict[str, Any] = {
-    **{"shifts": 2, "shift_rounds": 2, "late": 0.4, "late_rounds": 3},
-    **{"dropout": 0.3, "stragglers": 0.5, "straggler_steps": 0.4},
+    "shifts": 2,
+    "shift_rounds": 2,
+    "late": 0.4,
+    "late_rounds": 3,
+    "dropout": 0.3,
+    "stragglers": 0.5,
+    "straggler_steps": 0.4,
 }
 SIZE: dict[str, Any] = {
-    **{"clients": 10, "clients_per_round": 4, "rounds": 6},
+    "clients": 10,
+    "clients_per_round": 4,
+    "rounds": 6,
     "training": {"steps": 5, "batch_size": 8, "public_batch_size": 8},
 }
 

@@ -224,9 +224,7 @@ class Simulation(Coordinator):
         before = dataclasses.replace(channel.total)
         everyone = self.algorithm.trains_everyone()
         selected = self.there(round).tolist() if everyone else self.select(round)
-        self._dropped = self.experiment.participation.dropped(
-            selected, self.experiment.seed, round
-        )
+        self._dropped = self.experiment.participation.dropped(selected, self.experiment.seed, round)
         self._begin_round()
         with self._timed("broadcast"):
             messages = self._broadcast(round, selected, channel)
