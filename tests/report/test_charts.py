@@ -45,7 +45,7 @@ def test_captions_hold_the_numbers_of_the_runs(
 ) -> None:
     frame = frames(gather.read([comparison.path]))["clients"]
     last = frame[frame["round"] == 5].set_index(["seed", "client"])
-    ends = {label: group["test_accuracy"] for label, group in last.groupby("algorithm")}
+    ends = {label: group["test_accuracy"] for label, group in last.groupby("label")}
     for label, accuracies in ends.items():
         assert f"{label} " in drawn["accuracy"].caption
         assert f"at {100 * accuracies.mean():.1f} %" in drawn["accuracy"].caption

@@ -209,7 +209,7 @@ def test_a_table_that_goes_on_has_a_shadow_there(written: Path, tab: Page) -> No
     """At the left of its bar no shadow on the left; the pixels at the right differ."""
     tab.show(written, 390)
     wide, seen = tab.ask(
-        "(() => { const s = document.querySelector('.scroll'); return [s.scrollWidth, s.clientWidth]; })()"
+        "[document.querySelector('.scroll')].flatMap(s => [s.scrollWidth, s.clientWidth])"
     )
     assert wide > seen
     layers = tab.ask("getComputedStyle(document.querySelector('.scroll')).backgroundAttachment")

@@ -256,7 +256,8 @@ def _accuracy_against_bytes(section: Section, number: int) -> Chart | None:
         f"{listed(words)}."
     )
     if silent:
-        chart.caption += f" Dotted: {listed([r.method for r in silent])}, which send nothing."
+        names = listed([row.method for row in silent])
+        chart.caption += f" Dotted: {names}, without any communication."
     return chart
 
 
