@@ -41,14 +41,12 @@ def test_the_numbers_are_those_of_one_process(tmp_path: Path) -> None:
 
 
 def test_ray_has_workers_of_its_own(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="^--processes: Ray has workers of its own"):
+    with pytest.raises(ConfigError, match=r"^--processes: Ray has workers of its own"):
         processes.run(SMALL, tmp_path, [], 2, Execution(engine="ray"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_all_of_them_in_one_line_and_the_same_command_goes_on(
-    number: signal.Signals, tmp_path: Path
-) -> None:
+@pytest.mark.long
+def test_ctrl_c_ends_all_of_them_in_one_line(tmp_path: Path) -> None:
     file = tmp_path / "study.yaml"
     file.write_text(yaml.safe_dump(SMALL | {"rounds": 100_000, "evaluate_every": 100_000}))
     command = [sys.executable, "-m", "perfed", "study", str(file), "--processes", "2"]
@@ -61,14 +59,11 @@ def test_a_signal_ends_all_of_them_in_one_line_and_the_same_command_goes_on(
         assert study.poll() is None
         assert time.monotonic() < ends
         time.sleep(0.05)
-    if number == signal.SIGINT:
-        os.killpg(study.pid, number)  # as a terminal does
-    else:
-        study.send_signal(number)
+    os.killpg(study.pid, signal.SIGINT)  # as a terminal does
     _, errors = study.communicate(timeout=120)
-    assert study.returncode == 128 + number
+    assert study.returncode == 128 + signal.SIGINT
     assert "Traceback" not in errors
     assert "interrupted; the same command goes on" in errors
     with pytest.raises(ProcessLookupError):
         os.killpg(study.pid, 0)  # nobody of the group is left
-    assert [*tmp_path.glob("out/runs/*/checkpoint*")] or [*tmp_path.glob("out/runs/*/*manifest*")]
+    assert [*tmp_path.glob("out/runs/*/checkpoint/manifest.json")]  # the round was saved

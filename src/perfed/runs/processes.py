@@ -133,6 +133,8 @@ def _begin(
 
 def _run_cell(setting: str, method: str, seconds: float) -> None:
     conduct: Conduct = _own["conduct"]
+    if _own.get("stopped"):
+        raise KeyboardInterrupt
     try:
         conduct.run(
             _own["how"],
@@ -141,5 +143,6 @@ def _run_cell(setting: str, method: str, seconds: float) -> None:
             methods=[method],
             settings=[setting],
         )
-    except Stopped:  # as asked, after its round
+    except Stopped:  # as asked, after its round; another cell may wait for this process already
+        _own["stopped"] = True
         raise KeyboardInterrupt from None
