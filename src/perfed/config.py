@@ -17,6 +17,7 @@ from perfed.core.algorithm import Algorithm
 from perfed.core.errors import ConfigError, cut, did_you_mean, shown
 from perfed.core.hostile import Attack
 from perfed.core.optimizer import Optimizer
+from perfed.core.participation import Participation
 from perfed.core.paths import expanded
 from perfed.core.privacy import Privacy
 from perfed.core.schedule import Schedule
@@ -117,6 +118,9 @@ class Experiment(Options):
         "part in a round; by-size, in proportion to its training samples there too, so that size "
         "counts twice",
     )
+    participation: Participation = option(
+        Participation(), "who is there in a round, who drops out, and who is slow"
+    )
     evaluate_every: int = option(1, "all clients are evaluated every so many rounds", ge=1)
     evaluate_clients: int = option(
         0,
@@ -182,6 +186,12 @@ class Experiment(Options):
                 f"{self.evaluate_clients} of {self.clients}: must be at most clients, "
                 f"{self.clients}",
                 "evaluate_clients",
+            )
+        if self.participation.shifts > self.clients:
+            raise ConfigError(
+                f"{self.participation.shifts} shifts of {self.clients} clients: must be at most "
+                f"clients, {self.clients}",
+                "participation.shifts",
             )
         if self.shift is not None:
             self.shift.sizes(self.clients)  # every group has clients

@@ -2,10 +2,12 @@
 
 import itertools
 import re
+import time
 from collections.abc import Callable
 
 import pytest
 
+from perfed.cli import display
 from perfed.cli.display import print_tables
 from perfed.core.layout import Table
 from perfed.runs.tables import FOOTNOTE, HEADER
@@ -86,3 +88,21 @@ def test_the_note_is_wrapped_once(shown: Shown) -> None:
     last = next(number for number, line in enumerate(note) if not line.strip())
     for line, following in itertools.pairwise(note[:last]):
         assert len(line.rstrip()) + 1 + len(following.split()[0]) > 70
+
+
+def test_a_log_never_stands_still(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a terminal, something is said in every SILENCE seconds, and nothing after the end."""
+    assert display.SILENCE <= 30
+    monkeypatch.setattr(display, "SILENCE", 0.1)
+    with display.Display() as shown:
+        time.sleep(0.35)
+        shown.begin("fedavg, seed 0: in round 2/9")
+        time.sleep(0.35)
+    said = capsys.readouterr().err.splitlines()
+    assert "preparing; 0 s so far" in said
+    assert "fedavg, seed 0: in round 2/9; 0 s so far" in said
+    assert 3 <= len(said) <= 7
+    time.sleep(0.25)
+    assert capsys.readouterr().err == ""

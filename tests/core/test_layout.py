@@ -40,7 +40,10 @@ def test_latex_escapes_what_would_be_a_command() -> None:
     latex = TABLE.latex()
     assert r"a\_b & 1.5 $\pm$ 0.1 & -- \\" in latex
     assert r"50 \%" in latex
-    assert r"\caption{Who \& how much. A note, $\|$$\hat w$$\|$.}" in latex
+    assert r"\caption{Who \& how much.}" in latex
+    assert r"\raggedright A note, $\|$$\hat w$$\|$" in latex
+    cell = Table("", ("x",), [["<0.01 {a}^~\\"]]).latex()
+    assert r"$<$0.01 \{a\}\^{}\~{}\textbackslash{} \\" in cell
 
 
 @pytest.mark.skipif(shutil.which("pdflatex") is None, reason="there is no LaTeX here")

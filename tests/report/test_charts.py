@@ -8,13 +8,14 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from matplotlib.colors import to_hex
 
 import perfed
 from perfed.report import gather, page
 from perfed.report.charts import Chart
 from perfed.report.export import frames
 from perfed.report.svg import inline_svg
-from perfed.report.theme import COLOURS, VARIABLES
+from perfed.report.theme import COLOURS, GROUPS, VARIABLES
 from perfed.runs.tables import HARM, against_local
 from tests.conftest import tiny, without_checksums
 
@@ -44,7 +45,7 @@ def test_captions_hold_the_numbers_of_the_runs(
 ) -> None:
     frame = frames(gather.read([comparison.path]))["clients"]
     last = frame[frame["round"] == 5].set_index(["seed", "client"])
-    ends = {label: group["test_accuracy"] for label, group in last.groupby("algorithm")}
+    ends = {label: group["test_accuracy"] for label, group in last.groupby("label")}
     for label, accuracies in ends.items():
         assert f"{label} " in drawn["accuracy"].caption
         assert f"at {100 * accuracies.mean():.1f} %" in drawn["accuracy"].caption
@@ -227,3 +228,50 @@ def test_a_federation_has_what_its_coordinator_knows(
     (dots,) = charts["distribution"].tips.values()
     assert len(dots) == 5
     assert not any("client 2:" in text for text in dots)
+
+
+def test_one_cluster_needs_no_card_and_clusters_have_colours_of_their_own(tmp_path: Path) -> None:
+    methods = [{"name": "perfed-ckt", "clusters": clusters} for clusters in (1, 2)]
+    runs = [
+        perfed.run(tiny(algorithm=method), tmp_path / str(n)) for n, method in enumerate(methods)
+    ]
+    charts = {chart.name: chart for chart in page.draw([run.path for run in runs]).charts}
+    assert [name for name in charts if name.startswith("clusters")] == ["clusters-1"]
+    assert "c=2" in charts["clusters-1"].title
+    in_page = {light for light, _ in VARIABLES.values()}
+    assert not {*GROUPS} & in_page  # the page changes none of them: pixels and legend are alike
+    (axes,) = charts["clusters-1"].figure.axes
+    pixels = {to_hex(pixel[:3]) for row in axes.images[0].get_array() for pixel in row if pixel[3]}
+    assert pixels <= {str(line.get_color()) for line in axes.lines}
+
+
+def test_a_second_model_has_its_methods_colour_and_gaps(tmp_path: Path) -> None:
+    """Ditto's global model is FedAvg's: both must be seen."""
+    runs = [
+        perfed.run(tiny(algorithm=name, models=["mlp"]), tmp_path / name)
+        for name in ("fedavg", "ditto")
+    ]
+    (axes,) = page.draw([run.path for run in runs]).charts[0].figure.axes
+    average, personal, shared = axes.lines
+    assert average.get_ydata().tolist() == pytest.approx(shared.get_ydata().tolist())
+    assert average.get_linestyle() == personal.get_linestyle() == "-"
+    assert shared.get_linestyle() == "--"  # as matplotlib calls any dashes
+    assert shared.get_zorder() > average.get_zorder()
+    assert personal.get_color() == shared.get_color() != average.get_color()
+
+
+def test_no_dot_is_cut_and_dots_in_one_place_are_beside_each_other(
+    drawn: dict[str, Chart],
+) -> None:
+    for name in ("gains", "distribution"):
+        for axes in drawn[name].figure.axes:
+            if not axes.get_visible():
+                continue
+            for dots in axes.collections:
+                places = np.asarray(dots.get_offsets())
+                (left, right), (bottom, top) = sorted(axes.get_xlim()), sorted(axes.get_ylim())
+                assert places[:, 0].min() >= left
+                assert places[:, 0].max() <= right
+                assert places[:, 1].min() >= bottom
+                assert places[:, 1].max() <= top
+                assert len({tuple(place) for place in places.round(6)}) == len(places)

@@ -1,5 +1,6 @@
 """Exported tables are the runs' frames."""
 
+import json
 from pathlib import Path
 
 import pandas as pd
@@ -7,6 +8,7 @@ import pytest
 
 import perfed
 from perfed.core.errors import ConfigError, RunError
+from perfed.core.schema import to_mapping
 from perfed.report.export import export
 from tests.conftest import tiny, without_checksums
 
@@ -24,11 +26,19 @@ def test_what_is_exported_is_what_the_runs_hold(
     for result in comparison.results:
         experiment = result.experiment
         for table, frame in ((rounds, result.per_round()), (clients, result.per_client())):
-            mine = (table["algorithm"] == experiment.algorithm.label()) & (
+            mine = (table["label"] == experiment.algorithm.label()) & (
                 table["seed"] == experiment.seed
             )
             assert set(table[mine]["run"]) == {str(result.path)}
-            found = table[mine].drop(columns=["algorithm", "seed", "run"]).reset_index(drop=True)
+            assert set(table[mine]["algorithm"]) == {experiment.algorithm.registered_name}
+            (options,) = {*table[mine]["options"]}
+            assert json.loads(options) == to_mapping(experiment.algorithm)
+            assert set(table[mine]["partition"]) == {"groups"}
+            (options,) = {*table[mine]["partition_options"]}
+            assert json.loads(options)["groups"] == 2
+            names = ["label", "algorithm", "options", "data", "partition", "partition_options"]
+            assert list(table.columns[:8]) == [*names, "seed", "run"]
+            found = table[mine].drop(columns=[*names, "seed", "run"]).reset_index(drop=True)
             pd.testing.assert_frame_equal(found, frame, check_dtype=False)
     export([comparison.path] * 2, tmp_path / "out", kind)  # again, in the same place
     assert len(READ[kind](files[0])) == len(rounds)  # and what is named twice is there once

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 import perfed
-from perfed.report import page
+from perfed.report import gather, page
 from perfed.runs.directory import RunDirectory
-from perfed.runs.tables import HEADER, cells, rows
+from perfed.runs.tables import HEADER, cells, quantity, rows, standing
 from tests.conftest import TINY, tiny
 from tests.report.browser import CHROMIUM, Page, browser
 
@@ -148,22 +148,79 @@ def words_of(paths: list[Path]) -> str:
     return re.sub(r"\s+", " ", unescape(re.sub(r"<[^>]+>", " ", page.html(page.draw(paths)))))
 
 
-def test_who_sends_is_named_once(tmp_path: Path) -> None:
-    names = ("local", "fedavg", "fedprox")
-    runs = [perfed.run(tiny(rounds=1, algorithm=name), tmp_path / name) for name in names]
-    local, average, proximal = (run.path for run in runs)
-    label = runs[2].experiment.algorithm.label()
-    words = words_of([local, average, proximal])
-    assert f"B sent in all by each of fedavg and {label}, both ways" in words
-    assert "B sent in all by fedavg, both ways" in words_of([local, average])
-    assert "B sent in all, both ways" in words_of([average])
-    assert "B sent" not in words_of([local])
+def test_all_tiles_are_of_the_method_that_they_name(comparison: perfed.ComparisonResult) -> None:
+    drawn = page.draw([comparison.path])
+    best = max(drawn.curves, key=gather.Series.last)
+    html = page.html(drawn)
+    title = re.search(r'<h2 class="whose">.*?</i>(.*?)</h2>', html)
+    assert title is not None
+    assert title[1] == f"{best.label} has the highest mean test accuracy at the end"
+    local = next(curve for curve in drawn.curves if curve.label == "local")
+    gain = [] if best is local else [f"{100 * (best.last() - local.last()):+.1f} points"]
+    sent = best.cost(5, "bytes")
+    assert re.findall(r'<div class="tile"><b>(.*?)</b>', html) == [
+        f"{100 * best.last():.1f} %",
+        *gain,
+        f"{100 * best.worst_tenth():.1f} %",
+        *([quantity(sent, "B")] if sent else []),
+    ]
 
 
-def test_least_and_most_sender_are_named(comparison: perfed.ComparisonResult) -> None:
-    said = re.search(r"B sent in all by (.+?); [\d.]+ kB by (.+?) ", words_of([comparison.path]))
-    assert said is not None
-    assert said[1] != said[2]
+def test_one_seed_is_said(tmp_path: Path) -> None:
+    names = ("local", "fedavg")
+    paths = [
+        perfed.run(tiny(rounds=1, algorithm=name, seed=3), tmp_path / name).path for name in names
+    ]
+    words = words_of(paths)
+    assert "one seed (3)" in words
+    assert "at the end, with one seed" in words
+    assert "One seed: another division of the data may give another order." in words
+    assert "One seed: how much another would change is not known." in words_of(paths[1:])
+
+
+def test_runs_on_different_data_are_never_ranked(tmp_path: Path) -> None:
+    parts = ("iid", {"name": "groups", "groups": 2})
+    paths = [
+        perfed.run(tiny(rounds=1, algorithm="fedavg", partition=part), tmp_path / str(n)).path
+        for n, part in enumerate(parts)
+    ]
+    html = page.html(page.draw(paths))
+    assert "Not all are on the same data, so none is called the highest." in html
+    assert "highest mean" not in html
+    assert '<div class="tiles">' not in html
+    assert "<b>" not in html
+
+
+def test_the_best_is_bold_and_what_is_not_told_apart_is_named(
+    comparison: perfed.ComparisonResult, written: Path
+) -> None:
+    found = standing(comparison.results)
+    assert found is not None
+    text = written.read_text("utf-8")
+    (summary,) = re.findall(r'<table id="summary">.*?</table>', text, re.S)
+    bold = re.findall(r'</i>([^<]*)</td><td class="word">[^<]*</td><td><b>', summary)
+    assert sorted(map(unescape, bold)) == sorted([found.best, *found.alike])
+    assert found.note() in unescape(text)
+    assert found.note() in " ".join(comparison.table().split())
+
+
+@needs_chromium
+def test_a_table_that_goes_on_has_a_shadow_there(written: Path, tab: Page) -> None:
+    """At the left of its bar no shadow on the left; the pixels at the right differ."""
+    tab.show(written, 390)
+    wide, seen = tab.ask(
+        "[document.querySelector('.scroll')].flatMap(s => [s.scrollWidth, s.clientWidth])"
+    )
+    assert wide > seen
+    layers = tab.ask("getComputedStyle(document.querySelector('.scroll')).backgroundAttachment")
+    assert layers == "local, local, scroll, scroll"
+
+
+def test_latex_beside_the_comparison(comparison: perfed.ComparisonResult) -> None:
+    text = comparison.latex().read_text()
+    assert text.count(r"\begin{tabular}") == 2
+    assert r"\caption{experiment: 3 seeds.}" in text
+    assert r"\textbf{" in text
 
 
 def test_methods_with_different_seeds_are_not_said_to_have_the_same(tmp_path: Path) -> None:
@@ -199,6 +256,7 @@ def test_who_gains_against_local_training_is_the_table_of_the_terminal(
     found = re.search(r'<table id="against-local">.*?</table>', written.read_text("utf-8"), re.S)
     assert found is not None
     lines = re.findall(r"<tr>(.*?)</tr>", found[0])
+    lines = [re.sub("</?b>", "", line) for line in lines]
     shown = [[unescape(c) for c in re.findall(r"<t[hd].*?>(.*?)</t[hd]>", line)] for line in lines]
     table = comparison.tables()[1]
     assert shown == [list(table.header), *map(list, table.rows)]

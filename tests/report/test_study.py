@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Iterator
+from html import escape
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from perfed.report import theme
 from perfed.report.study import StudyPage
 from perfed.runs.design import Conduct, design
+from perfed.runs.study import folder_name
 from perfed.runs.study_tables import Outcome
 from tests.conftest import SEQUENTIAL
 from tests.report.browser import CHROMIUM, Page, browser
@@ -47,7 +49,7 @@ def test_each_table_is_there_in_every_form(drawn: tuple[StudyPage, Path]) -> Non
         assert f"\\caption{{{table.title}" in latex
         for row in table.rows:
             assert row[0] in markdown
-    assert latex.count(r"\begin{tabular}") == len(page.tables) == 4
+    assert latex.count(r"\begin{tabular}") == len(page.tables) == 5
     best = page.outcome.sections[0].ranked[0]
     assert f"| {best.method} | {best.kind} | **" in markdown
     assert r"\textbf{" in latex
@@ -56,8 +58,15 @@ def test_each_table_is_there_in_every_form(drawn: tuple[StudyPage, Path]) -> Non
         "setting_groups.csv",
         "setting_IID.csv",
         "over_all_settings.csv",
+        "over_all_settings__accuracy.csv",
         "chosen_settings.csv",
+        "curves.csv",
     }
+    for name, table in page.tables.items():
+        alone = (folder / "latex" / f"{folder_name(name)}.tex").read_text()
+        assert table.latex() in alone
+        assert table.latex() in latex
+        assert escape(table.latex()) in html  # beside the table, to copy
 
 
 def test_numbers_of_a_csv_file_are_those_of_the_runs(drawn: tuple[StudyPage, Path]) -> None:
@@ -91,7 +100,7 @@ def test_a_method_has_one_colour_and_shape_in_every_table_and_figure(
     html = page.html()
     for number, method in enumerate(page.outcome.design.methods):
         marks = re.findall(rf'fill:var\(--colour-(\d)\)"/></svg>{re.escape(method.name)}<', html)
-        assert marks == [str(number)] * 3  # two settings, and over all
+        assert marks == [str(number)] * 4  # two settings, and over all: ranks and accuracies
 
 
 def test_curves_are_drawn_where_there_is_more_than_one_evaluation(tmp_path: Path) -> None:
@@ -99,12 +108,31 @@ def test_curves_are_drawn_where_there_is_more_than_one_evaluation(tmp_path: Path
     conduct = Conduct(design(STUDY | changes | {"evaluate_every": 1}), tmp_path)
     conduct.run(SEQUENTIAL)
     page = StudyPage(Outcome(conduct.design, conduct.everything()))
+    assert page.overview == []  # of one setting
     chart = page.charts["one"][-1]
     assert chart.name == "rounds-1"
     for row, line in zip(page.outcome.sections[0].rows, chart.figure.axes[0].lines, strict=True):
         assert line.get_label() == row.method
         assert line.get_xdata().tolist() == [1, 2]
         assert line.get_ydata()[-1] == pytest.approx(100 * row.accuracy, abs=1e-3)
+
+
+def test_one_figure_has_a_panel_for_every_setting(tmp_path: Path) -> None:
+    changes = {"methods": ["local", "fedavg"], "tuning": None, "seeds": [0]}
+    conduct = Conduct(design(STUDY | changes | {"evaluate_every": 1}), tmp_path)
+    conduct.run(SEQUENTIAL, settings=["groups"])
+    conduct.run(SEQUENTIAL, methods=["fedavg"])  # local has no run in the other setting
+    page = StudyPage(Outcome(conduct.design, conduct.everything()))
+    (chart,) = page.overview
+    assert [axes.get_title("left") for axes in chart.figure.axes] == ["groups", "IID"]
+    for section, axes in zip(page.outcome.sections, chart.figure.axes, strict=True):
+        lines = {str(line.get_label()): line for line in axes.lines}
+        assert lines.keys() == {row.method for row in section.rows}
+        for row in section.rows:
+            assert lines[row.method].get_color() == theme.colour(row.number)
+            assert lines[row.method].get_ydata()[-1] == pytest.approx(100 * row.accuracy, abs=1e-3)
+    legend = [text.get_text() for text in chart.figure.legends[0].get_texts()]
+    assert sorted(legend) == ["fedavg", "local"]
 
 
 def test_an_unfinished_study_says_so(tmp_path: Path) -> None:
@@ -130,6 +158,6 @@ def test_the_page_is_drawn(
     assert tab.errors() == []
     assert tab.ask("document.documentElement.scrollWidth") <= width  # nothing sticks out
     figures = tab.ask("[...document.querySelectorAll('figure')].map(f => f.id)")
-    assert figures == [chart.name for charts in page.charts.values() for chart in charts]
+    assert figures == [chart.name for chart in page.all_charts]
     ink = tab.ask("getComputedStyle(document.querySelector('figure text')).fill")
     assert ink == ("rgb(232, 232, 232)" if dark else "rgb(34, 34, 34)")

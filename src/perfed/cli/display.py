@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,11 +28,13 @@ from perfed.runs.tables import quantity
 LEAST_IMPORTANT = ("best test*", "parameters", "worst 10 %")
 """Columns that a narrow terminal does without, the first first."""
 GAP = 2  # between two columns
+SILENCE = 30.0  # seconds, without a terminal
 
 
 class Display(Callback):
     """On stderr: a live bar per run in a terminal, elsewhere a plain line for every tenth of the
-    rounds; before them where the runs are, and from where a resumed one goes on."""
+    rounds, and at least one in every 30 seconds; before them where the runs are, and from where a
+    resumed one goes on."""
 
     def __init__(
         self, folder: Path | None = None, resuming: bool = False, names: bool = False
@@ -53,15 +56,36 @@ class Display(Callback):
             )
         self._began: dict[str, tuple[float, int]] = {}
         self._tasks: dict[str, TaskID] = {}
+        self._opened = self._told = time.monotonic()
+        self._now = "preparing"
+        self._over = threading.Event()
 
     def __enter__(self) -> Display:
         if self._bars:
             self._bars.start()
+        else:
+            threading.Thread(target=self._stay_alive, daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._over.set()
         if self._bars:
             self._bars.stop()
+
+    def _stay_alive(self) -> None:
+        """Say something now and then, however long a round takes: a log that stands still looks
+        like a program that does."""
+        while not self._over.wait(max(0.05, self._told + SILENCE - time.monotonic())):
+            if time.monotonic() - self._told >= SILENCE:
+                self._tell(f"{self._now}; {time.monotonic() - self._opened:.0f} s so far")
+
+    def begin(self, what: str) -> None:
+        """Where runs go on elsewhere: say what they are, and go on saying that they do."""
+        self._now = what
+        self._tell(f"study directory: {self.folder}; {what}")
+
+    def tell(self, line: str) -> None:
+        self._tell(line)
 
     def on_start(self, experiment: Experiment, directory: Path, first_round: int) -> None:
         name = self._run_title(experiment)
@@ -75,6 +99,7 @@ class Display(Callback):
         elif self._resuming and first_run:
             self._tell(f"{name}: from the start: no checkpoint yet")
         self._began[name] = (time.monotonic(), first_round)
+        self._now = f"{name}: in round {first_round + 1}/{experiment.rounds}"
         if self._bars:
             self._tasks[name] = self._bars.add_task(
                 name, total=experiment.rounds, completed=first_round, facts=""
@@ -85,6 +110,7 @@ class Display(Callback):
         done, total = report.round + 1, report.experiment.rounds
         accuracy = "" if report.accuracy is None else f"accuracy {100 * report.accuracy:.1f} %  "
         facts = accuracy + quantity(report.traffic.bytes, "B").rjust(7)
+        self._now = f"{name}: in round {done + 1}/{total}" if done < total else f"{name}: ending"
         if self._bars:
             self._bars.update(self._tasks[name], completed=done, facts=facts)
         elif done == total or done % max(1, total // 10) == 0:
@@ -113,6 +139,7 @@ class Display(Callback):
         return f"{experiment.name}: {title}" if self._names else title
 
     def _tell(self, line: str) -> None:
+        self._told = time.monotonic()
         self._console.print(line, soft_wrap=True, highlight=False, markup=False)
 
 

@@ -179,7 +179,8 @@ def _print_end(result: Result | ComparisonResult, as_json: bool) -> None:
     if as_json:
         return
     figure, report = result.plot(), result.report()  # also where nobody reads to the end
+    latex = f"LaTeX: {result.latex()}\n" if isinstance(result, ComparisonResult) else ""
     print_tables(result.tables())
     for line in result.failures:
         print(line)
-    print(f"figure: {figure}\nreport: {report}\nrun directory: {result.path}")
+    print(f"figure: {figure}\n{latex}report: {report}\nrun directory: {result.path}")

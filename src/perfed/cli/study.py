@@ -30,6 +30,7 @@ from perfed.core.errors import ConfigError
 from perfed.engines import Execution
 from perfed.report.page import FIGURES
 from perfed.report.study import NAME, StudyPage
+from perfed.runs import processes as several
 from perfed.runs.design import Conduct, design
 from perfed.runs.study import Shard
 from perfed.runs.study_tables import Outcome
@@ -65,6 +66,15 @@ def study(
     shard: ShardOption = "1/1",
     seconds: SecondsOption = float("inf"),
     side_by_side: SideBySideOption = False,
+    processes: Annotated[
+        int,
+        typer.Option(
+            "--processes",
+            metavar="N",
+            min=0,
+            help="Run so many methods at once, a process each; 0: one per GPU, or per core.",
+        ),
+    ] = 1,
     engine: EngineOption = "auto",
     workers: WorkersOption = 0,
     device: DeviceOption = "auto",
@@ -76,7 +86,8 @@ def study(
     The same command goes on where it was stopped, and shows what there is so far; --seconds 0 only
     shows it. Shards may run on several machines: copy their records/ into one folder.
     """
-    planned = design(overridden(file, set_ or (), STUDIES, link or ()))
+    values = overridden(file, set_ or (), STUDIES, link or ())
+    planned = design(values)
     for kind in figures or ():
         if kind not in FIGURES:
             raise ConfigError(f"'{kind}' is none of {', '.join(FIGURES)}", "--figures")
@@ -84,8 +95,16 @@ def study(
     conduct = Conduct(planned, out or Path("runs", planned.name))
     few = [text.split(",") if text else [] for text in (methods, settings)]
     part = Shard.parse(shard)
+    processes = processes or several.available()
     with conducting(conduct.folder, names=True) as display:
-        conduct.run(how, [display], part, seconds, side_by_side, *few)
+        if processes == 1 or not seconds:
+            conduct.run(how, [display], part, seconds, side_by_side, *few)
+        else:
+            cells = conduct.unfinished(part, *few)
+            display.begin(f"{len(cells)} of {len(planned.cells())} cells, {processes} at once")
+            several.run(
+                values, conduct.folder, cells, processes, how, seconds, side_by_side, display.tell
+            )
     outcome = Outcome(planned, conduct.everything())
     chosen = conduct.write_choices(outcome.found)
     page = StudyPage(outcome)

@@ -13,6 +13,14 @@ from typing import Any
 _LATEX = str.maketrans(
     {c: rf"\{c}" for c in "%&#_$"}
     | {
+        "<": "$<$",  # which the usual fonts print as a turned exclamation mark
+        ">": "$>$",
+        "\\": r"\textbackslash{}",
+        "{": r"\{",
+        "}": r"\}",
+        "^": r"\^{}",
+        "~": r"\~{}",
+        "…": r"\dots{}",
         "±": r"$\pm$",
         "−": r"$-$",
         "–": "--",
@@ -93,14 +101,16 @@ class Table:
         rows = self._rows(r"\textbf{{{}}}".format, _latex)
         lines = [" & ".join(line) + r" \\" for line in (map(_latex, self.header), *rows)]
         lines.insert(1, r"\midrule")
-        caption = " ".join(f"{self.title}. {self.note}".split()).strip(" .") + "."
+        caption = " ".join(f"{self.title}.".split()).strip(" .")
+        note = " ".join(self.note.split())
         return "\n".join(
             [
                 r"\begin{table}\centering\small",
-                rf"\caption{{{_latex(caption)}}}",
+                *([rf"\caption{{{_latex(caption)}.}}"] if caption else []),
                 rf"\begin{{tabular}}{{@{{}}{columns}@{{}}}}\toprule",
                 *lines,
                 r"\bottomrule\end{tabular}",
+                *([rf"\par\smallskip\footnotesize\raggedright {_latex(note)}"] if note else []),
                 r"\end{table}",
             ]
         )

@@ -83,13 +83,9 @@ class Sgd:
 
     @property
     def room(self) -> int:
-        """Steps to make room for: where clients train by epochs, those of the longest of them."""
+        """Steps to make room for: where clients make different numbers of them, the most."""
         population = self.client.population
-        return max(self.steps, population.most_steps) if self.by_epochs else self.steps
-
-    @property
-    def by_epochs(self) -> bool:
-        return self.client.population.training.epochs > 0
+        return max(self.steps, population.most_steps) if population.uneven else self.steps
 
     @property
     def flops(self) -> int:
@@ -311,6 +307,8 @@ class EngineClient:
         self.kept = dict(self._record.kept)
         self.samples = torch.tensor(population.train_size(client))
         self.steps = population.training.steps_of(population.train_size(client))
+        if not evaluated:
+            self.steps = population.participation.steps(self.steps, population.seed, client, round)
         self.learning_rate = population.training.learning_rate_at(round, population.rounds)
 
     def changed(self) -> bool:

@@ -23,6 +23,7 @@ from perfed.core.message import Message
 from perfed.core.metrics import EVALUATED_ON, Samples, column_name, evaluate
 from perfed.core.network import Between
 from perfed.core.own_code import running, wrong_return
+from perfed.core.participation import Participation
 from perfed.core.privacy import Account, Privacy, sampling_rate, told_number
 from perfed.core.randomness import draws_numbers
 from perfed.core.schema import plain
@@ -81,6 +82,7 @@ class Population:
         attack: Attack | None = None,
         privacy: Privacy | None = None,
         purse: Purse | None = None,
+        participation: Participation | None = None,
     ) -> None:
         """``purse`` is a site's own account of its privacy; in a simulation clients count for
         themselves, and what hides samples follows from the seed, so that it can be repeated."""
@@ -95,6 +97,7 @@ class Population:
         self.attack = attack
         """What hostile clients do; who they are is said in the federation's facts."""
         self._honest = honest_ones(federation.partition_facts, federation.clients)
+        self.participation = participation or Participation()
         self._messages = algorithm.messages()
         self.privacy = None if self._messages.up == {} else privacy  # who is silent needs none
         self.purse = purse
@@ -224,6 +227,11 @@ class Population:
         """Training steps a round of the client that makes most of them."""
         sizes = self.federation.train_sizes
         return self.training.steps_of(int(max(sizes))) if len(sizes) else 0
+
+    @property
+    def uneven(self) -> bool:
+        """Whether clients make different numbers of training steps in a round."""
+        return self.training.epochs > 0 or self.participation.stragglers > 0
 
     def named(self, network: str, own: str) -> str:
         """The label of a network beside the own one of a client."""

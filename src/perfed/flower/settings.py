@@ -13,6 +13,7 @@ from perfed.config import Experiment, read_mapping
 from perfed.core.errors import ConfigError, DataError
 from perfed.core.inputs import Inputs, Tokens
 from perfed.core.objects import import_object
+from perfed.core.participation import Participation
 from perfed.core.privacy import Privacy
 from perfed.core.schema import Options, from_mapping, option
 from perfed.data import (
@@ -301,6 +302,10 @@ class CoordinatorOptions(Options):
             raise ConfigError(
                 "is each site's own: set it in site.yaml, where no coordinator can change it",
                 "experiment.privacy",
+            )
+        if self.experiment.participation != Participation():
+            raise ConfigError(
+                "is for simulations: sites come and go by themselves", "experiment.participation"
             )
         if self.experiment.evaluate_clients:
             raise ConfigError(

@@ -14,7 +14,7 @@ import numpy as np
 
 from perfed.report import theme
 from perfed.report.clusters import Membership, letter, membership
-from perfed.report.gather import Run, Series, alone, first_of_each
+from perfed.report.gather import Run, Series, alone, first_of_each, same_data
 from perfed.runs.tables import HARM, quantity
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ TIPS_ON_A_CURVE = 60
 NAMED = 4  # methods in a caption; of more, the chart itself must tell
 PHASES = ("broadcast", "clients", "merge", "evaluate")
 GAIN, LOSS, EVEN = theme.COLOURS[4], theme.COLOURS[6], theme.COLOURS[0]
+NO_METHOD = theme.GROUPS[4]  # the colour of what belongs to no method, or to all of them
 
 
 @dataclasses.dataclass
@@ -55,7 +56,7 @@ def _candidates(runs: Sequence[Run], curves: Sequence[Series]) -> Iterator[Chart
         yield clients_by_round(curves)
         yield distribution(curves)
         yield gains(curves)
-    clustering = [run for run in first_of_each(runs) if membership(run)]
+    clustering = [r for r in first_of_each(runs) if (found := membership(r)) and found.count > 1]
     for number, run in enumerate(clustering, start=1):
         yield cluster_membership(run, number)
         yield centroid_similarity(run, number)
@@ -94,11 +95,14 @@ def accuracy_by_round(curves: Sequence[Series]) -> Chart | None:
     axes.set(xlabel="communication round", ylabel="mean test accuracy (%)")
     whole_rounds(axes)
     theme.legend(figure, axes, columns)
-    ranked = sorted(curves, key=Series.last, reverse=True)
-    how = f"{'ends' if _over(curves) else 'is'} {'highest, ' if len(curves) > 1 else ''}at"
+    ranked = sorted(curves, key=Series.last, reverse=True) if same_data(curves) else curves
+    highest = "highest, " if len(curves) > 1 and same_data(curves) else ""
+    how = f"{'ends' if _over(curves) else 'is'} {highest}at"
     said = [f"{ranked[0].label} {how} {_end(ranked[0])}"]
     said += [f"{curve.label} at {_end(curve)}" for curve in ranked[1:5]]
     chart.caption = f"Test accuracy, mean over all clients, after each round. {listed(said)}."
+    if not same_data(curves):
+        chart.caption += " Not all are on the same data, so none is called the highest."
     for curve in curves:
         best = max(curve.rounds, key=curve.mean)
         if curve.mean(best) - curve.last() > 0.01:
@@ -135,7 +139,8 @@ def accuracy_by_communication(curves: Sequence[Series]) -> Chart | None:
             continue
         cost = np.array([curve.cost(round) for round in rounds])
         _curve(axes, cost, middle, curve)
-        axes.plot(cost[-1], middle[-1], "o", ms=5, color=theme.colour(curve.number))
+        end = {"ms": 2.5 if curve.second else 5, "zorder": 3, "clip_on": False}
+        axes.plot(cost[-1], middle[-1], "o", color=theme.colour(curve.number), **end)
         _tips_on_curve(
             chart,
             axes,
@@ -150,6 +155,17 @@ def accuracy_by_communication(curves: Sequence[Series]) -> Chart | None:
     axes.set(xlabel="parameters sent, both ways (log scale)", ylabel="mean test accuracy (%)")
     plain_log(axes)
     theme.legend(figure, axes, columns)
+    chart.caption = "Further left is cheaper, further up is better."
+    if same_data(curves):
+        chart.caption += f" {_price(talking)}"
+    silent = [curve.label for curve in curves if curve not in talking]
+    if silent:
+        chart.caption += f" Dotted: {listed(silent)}, without any communication."
+    return chart
+
+
+def _price(talking: Sequence[Series]) -> str:
+    """What methods on the same data pay for the accuracy that all of them reach."""
     goal = min(max(map(curve.mean, curve.rounds)) for curve in talking)
     paid = {
         curve.label: curve.cost(next(r for r in curve.rounds if curve.mean(r) >= goal))
@@ -157,20 +173,14 @@ def accuracy_by_communication(curves: Sequence[Series]) -> Chart | None:
     }
     cheapest = sorted(paid, key=lambda label: paid[label])
     whom = "Every method that communicates reaches" if len(paid) > 1 else "The highest mean is"
-    chart.caption = (
-        f"Further left is cheaper, further up is better. {whom} {_percent(goal)}: "
-        + _highest_and_lowest(
-            [(-cost, f"{label} after {quantity(cost)} parameters") for label, cost in paid.items()]
-        )
-        + "."
+    words = _highest_and_lowest(
+        [(-cost, f"{label} after {quantity(cost)} parameters") for label, cost in paid.items()]
     )
+    said = f"{whom} {_percent(goal)}: {words}."
     if len(paid) > 1 and paid[cheapest[-1]] > 1.5 * paid[cheapest[0]]:
         ratio = paid[cheapest[-1]] / paid[cheapest[0]]
-        chart.caption += f" {cheapest[-1]} needs {ratio:.1f} times as many as {cheapest[0]}."
-    silent = [curve.label for curve in curves if curve not in talking]
-    if silent:
-        chart.caption += f" Dotted: {listed(silent)}, without any communication."
-    return chart
+        said += f" {cheapest[-1]} needs {ratio:.1f} times as many as {cheapest[0]}."
+    return said
 
 
 def clients_by_round(curves: Sequence[Series]) -> Chart | None:
@@ -200,10 +210,14 @@ def clients_by_round(curves: Sequence[Series]) -> Chart | None:
     closest = min(ends, key=lambda label: ends[label][2] - ends[label][1])
     chart.caption = (
         "Line: the mean. The darker band holds the middle half of the clients, the lighter one "
-        f"four fifths of them. {_when(curves).capitalize()} the middle half lies closest together "
-        f"with {closest} ({_range(ends[closest][1:3])}) and furthest apart with "
-        f"{widest} ({_range(ends[widest][1:3])})."
+        "four fifths of them."
     )
+    if same_data(curves):
+        chart.caption += (
+            f" {_when(curves).capitalize()} the middle half lies closest together with {closest} "
+            f"({_range(ends[closest][1:3])}) and furthest apart with {widest} "
+            f"({_range(ends[widest][1:3])})."
+        )
     return chart
 
 
@@ -225,7 +239,7 @@ def distribution(curves: Sequence[Series]) -> Chart | None:
                     )
         axes.scatter(
             values,
-            place + _jitter(len(values)),
+            place + _apart(values),
             s=9,
             color=theme.colour(curve.number),
             alpha=0.45,
@@ -248,7 +262,7 @@ def distribution(curves: Sequence[Series]) -> Chart | None:
     _without_y(axes)
     chart.caption = (
         "A dot is a client after its last evaluation; the bar spans the middle half, its mark is "
-        f"the median. {_highest_and_lowest(words)}."
+        f"the median. {_highest_and_lowest(words, ranked=same_data(curves))}."
     )
     return chart
 
@@ -271,27 +285,32 @@ def gains(curves: Sequence[Series]) -> Chart | None:
     chart = Chart("gains", "Who gains and who loses against training alone", figure)
     words = []
     _hide_spare(panels, len(found))
+    everybody = [pair for _, pairs in found for pair in pairs]  # all panels have the same axes
+    fewest, most = (kind(size for size, _, _ in everybody) for kind in (min, max))
+    lowest, highest = (kind(gain for _, gain, _ in everybody) for kind in (min, max))
+    room = 0.06 * max(highest - lowest, 2)
     for (curve, pairs), axes in zip(found, panels, strict=False):
         sizes = np.array([size for size, _, _ in pairs])
         gained = np.array([gain for _, gain, _ in pairs])
         colours = [GAIN if gain > HARM else LOSS if gain < -HARM else EVEN for gain in gained]
         axes.axhline(0, color=theme.MUTED, lw=1)
+        axes.set_xlim(max(fewest, 1) / 1.25, max(most, 1) * 1.25)
+        axes.set_ylim(min(lowest - room, -1), max(highest + room, 1))
         axes.scatter(
-            sizes,
+            sizes * np.exp(_beside(sizes, gained)),
             gained,
             s=11,
             c=colours,
             alpha=0.6,
             lw=0,
             gid=chart.tip([text for _, _, text in pairs]),
+            clip_on=False,
         )
         thirds = _by_size(sizes, gained)
         for low, high, mean in thirds:
             axes.plot([low, high], [mean, mean], color=theme.INK, lw=2, solid_capstyle="butt")
         plain_log(axes)
         axes.set_title(_short(curve.label))
-        bottom, top = axes.get_ylim()
-        axes.set_ylim(min(bottom, -1), max(top, 1))  # where nobody gains, no tiny numbers
         text = (
             f"{curve.label}: {(gained > HARM).sum()} of {len(gained)} clients gain, "
             f"{(gained < -HARM).sum()} lose; {_points(gained.mean())} points on average, "
@@ -303,7 +322,7 @@ def gains(curves: Sequence[Series]) -> Chart | None:
         f"Each dot is a client. It gains (blue) if it is more than {HARM:g} points above its own "
         f"local model, and loses (vermilion) if it is more than {HARM:g} points below; a bar is "
         "the mean of a third of the clients. "
-        f"{_highest_and_lowest(words, '. ')}."
+        f"{_highest_and_lowest(words, '. ', same_data(curves))}."
     )
     return chart
 
@@ -335,7 +354,7 @@ def cluster_membership(run: Run, number: int) -> Chart | None:
         axes.set_yticks([])
     whole_rounds(axes)
     for cluster in range(found.count):
-        axes.plot([], [], "s", color=_cluster_colour(cluster), label=letter(cluster))
+        axes.plot([], [], "s", color=theme.group_colour(cluster), label=letter(cluster))
     theme.legend(figure, axes, min(found.count, 6))
     again, same = found.returns()
     chart.caption = (
@@ -379,9 +398,9 @@ def centroid_similarity(run: Run, number: int) -> Chart | None:
     rounds = sorted(found.overlaps)
     pairs = [_off_diagonal(found.overlaps[round]) for round in rounds]
     x = np.array(rounds) + 1
-    _band(over, x, [p.min() for p in pairs], [p.max() for p in pairs], theme.COLOURS[4])
+    _band(over, x, [p.min() for p in pairs], [p.max() for p in pairs], NO_METHOD)
     middle = np.array([pair.mean() for pair in pairs])
-    over.plot(x, middle, color=theme.COLOURS[4])
+    over.plot(x, middle, color=NO_METHOD)
     over.set(xlabel="communication round", ylim=(0, 1))
     over.set_title("overlap of pairs")
     whole_rounds(over)
@@ -432,7 +451,7 @@ def labels_per_client(runs: Sequence[Run]) -> Chart | None:
         places,
         labels,
         s=np.maximum(largest * amounts / amounts.max(), 1.5),
-        color=theme.COLOURS[4],
+        color=NO_METHOD,
         alpha=0.65,
         lw=0,
         clip_on=False,
@@ -493,7 +512,7 @@ def time_by_phase(runs: Sequence[Run]) -> Chart | None:
                 times[phase],
                 0.45,
                 left=before,
-                color=theme.COLOURS[(2, 4, 5, 0)[number]],
+                color=theme.group_colour(number),
                 label=phase if place == 0 else None,
                 gid=chart.tip([f"{label}\n{phase}: {_seconds(times[phase])} a round"]),
             )
@@ -551,8 +570,13 @@ def _hide_spare(panels: Sequence[Axes], used: int) -> None:
 
 def _curve(axes: Axes, x: Any, y: Any, curve: Series) -> None:
     marker = "o" if len(x) == 1 else None  # a line of one point is not seen
-    look = {"color": theme.colour(curve.number), "ls": theme.style(curve.number)}
-    axes.plot(x, y, **look, marker=marker, ms=4, label=curve.label)
+    look = {
+        "color": theme.colour(curve.number),
+        "ls": theme.style(curve.number, curve.second),
+        "zorder": 2.5 if curve.second else 2,  # above: what is beneath shows in its gaps
+        "ms": 2.5 if curve.second else 4,
+    }
+    axes.plot(x, y, **look, marker=marker, label=curve.label)
 
 
 def _band(axes: Axes, x: Any, low: Any, high: Any, colour: str, alpha: float = 0.18) -> None:
@@ -600,10 +624,28 @@ def _legend_rows(curves: Sequence[Series], columns: int) -> int:
     return -(-len(curves) // columns)
 
 
-def _jitter(count: int) -> np.ndarray:
-    """Dots beside each other rather than on each other, the same every time."""
-    golden = (np.arange(count) * 0.6180339887) % 1
-    return 0.42 * (golden - 0.5)
+def _apart(values: Sequence[float]) -> np.ndarray:
+    """How far each dot of a row is moved up or down, so that dots of one accuracy (as far as a dot
+    is wide) are above each other and not on each other."""
+    return _fan([(round(value),) for value in values], 0.045, 0.26)
+
+
+def _beside(sizes: np.ndarray, gained: np.ndarray) -> np.ndarray:
+    """The same to the left and right, on a log axis, of dots with one size and gain."""
+    places = [(int(size), round(gain / 2)) for size, gain in zip(sizes, gained, strict=True)]
+    return _fan(places, 0.05, 0.2)
+
+
+def _fan(places: Sequence[tuple[int, ...]], step: float, most: float) -> np.ndarray:
+    """Offsets for dots in one place: evenly around it, ``step`` apart, at most ``most`` away."""
+    together: dict[tuple[int, ...], list[int]] = {}
+    for number, place in enumerate(places):
+        together.setdefault(place, []).append(number)
+    offsets = np.zeros(len(places))
+    for numbers in together.values():
+        reach = min(most, step * (len(numbers) - 1) / 2)
+        offsets[numbers] = np.linspace(-reach, reach, len(numbers))
+    return offsets
 
 
 def _pairs(curve: Series, local: Series) -> list[tuple[int, float, str]]:
@@ -665,10 +707,6 @@ def plain_log(axes: Axes, unit: str = "") -> None:
     axes.grid(which="minor", axis="x", alpha=0.35)
 
 
-def _cluster_colour(cluster: int) -> str:
-    return theme.COLOURS[(2, 4, 5, 7, 6, 3, 0)[cluster % 7]]
-
-
 def _picture(found: Membership) -> np.ndarray:
     """A pixel for every client and round."""
     from matplotlib.colors import to_rgb
@@ -680,7 +718,7 @@ def _picture(found: Membership) -> np.ndarray:
             chosen = found.chosen[client].get(round)
             now = now if chosen is None else chosen
             if now is not None:
-                pixels[row, round, :3] = to_rgb(_cluster_colour(now))
+                pixels[row, round, :3] = to_rgb(theme.group_colour(now))
                 pixels[row, round, 3] = 1.0 if chosen is not None else 0.3
     return pixels
 
@@ -713,7 +751,7 @@ def _overlap_table(chart: Chart, axes: Axes, table: np.ndarray, names: Sequence[
     from matplotlib.colors import to_rgb
 
     shades = np.zeros((*table.shape, 4))
-    shades[..., :3] = to_rgb(theme.COLOURS[4])
+    shades[..., :3] = to_rgb(NO_METHOD)
     shades[..., 3] = 0.08 + 0.6 * table
     axes.imshow(shades, interpolation="none")
     axes.grid(visible=False)
@@ -792,9 +830,11 @@ def listed(words: Sequence[str]) -> str:
     return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
 
 
-def _highest_and_lowest(words: Sequence[tuple[float, str]], separator: str = "; ") -> str:
-    """Ordered by their values from high to low; of many, the two ends."""
-    texts = [text for _, text in sorted(words, key=lambda word: -word[0])]
+def _highest_and_lowest(
+    words: Sequence[tuple[float, str]], separator: str = "; ", ranked: bool = True
+) -> str:
+    """Ordered by their values from high to low, where they can be ranked; of many, the two ends."""
+    texts = [text for _, text in (sorted(words, key=lambda w: -w[0]) if ranked else words)]
     if len(texts) > NAMED:
         texts = [*texts[: NAMED // 2], "…", *texts[-NAMED // 2 :]]
     return separator.join(texts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib import resources
 
@@ -52,8 +52,11 @@ def _styles() -> str:
     )
 
 
-def table_card(name: str, table: Table, marks: Sequence[str] = ()) -> str:
-    """A table with its note; ``marks`` are HTML before the first cell of each row."""
+def table_card(
+    name: str, table: Table, marks: Sequence[str] = (), sources: Mapping[str, str] | None = None
+) -> str:
+    """A table with its note; ``marks`` are HTML before the first cell of each row, ``sources`` the
+    same table in other languages, to open and copy."""
     body = []
     for number, cells in enumerate(table.rows):
         texts = [
@@ -66,10 +69,11 @@ def table_card(name: str, table: Table, marks: Sequence[str] = ()) -> str:
     head = _cells("th", map(escape, table.header), table.names)
     lines = "\n".join(body)
     note = f'<p class="note">{escape(table.note)}</p>' if table.note else ""
+    rest = "".join(details(title, text) for title, text in (sources or {}).items())
     return (
-        f'<section class="card"><h2>{escape(table.title)}</h2><div class="scroll">'
+        f'<section class="card"><h2>{escape(table.title)}</h2><div class="scroll" tabindex="0">'
         f'<table id="{name}"><thead>{head}</thead>\n<tbody>{lines}</tbody></table></div>'
-        f"{note}</section>"
+        f"{note}{rest}</section>"
     )
 
 
@@ -82,9 +86,9 @@ def _cells(tag: str, texts: Iterable[str], names: int) -> str:
     return f"<tr>{''.join(line)}</tr>"
 
 
-def line_mark(number: int) -> str:
+def line_mark(number: int, second: bool = False) -> str:
     """The colour and style of a curve."""
-    dashed = "" if theme.style(number) == theme.STYLES[0] else " dashed"
+    dashed = "" if theme.style(number, second) == theme.STYLES[0] else " dashed"
     return f'<i class="swatch{dashed}" style="--own:{_variable(number)}"></i>'
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perfed.core.errors import ConfigError, RunError
 from perfed.core.extras import needed
+from perfed.core.schema import plain, to_mapping
 from perfed.core.tensorfile import write_atomically
 from perfed.report import gather
 from perfed.report.gather import Run
@@ -20,8 +22,8 @@ FORMATS = ("csv", "parquet")
 
 def frames(runs: Sequence[Run]) -> dict[str, pd.DataFrame]:
     """``rounds``: a row for every run, evaluated round and model kind. ``clients``: one for every
-    client in these. The run's algorithm, seed and directory come first; rounds count from 0, as in
-    the run directory."""
+    client in these. What the run is comes first (:func:`described`); rounds count from 0, as in the
+    run directory."""
     return {
         "rounds": _stacked(runs, lambda run: run.result.per_round()),
         "clients": _stacked(runs, lambda run: run.result.per_client()),
@@ -52,11 +54,27 @@ def _stacked(runs: Sequence[Run], frame: Callable[[Run], pd.DataFrame]) -> pd.Da
     tables = []
     for run in runs:
         table = frame(run)
-        table.insert(0, "algorithm", run.label)
-        table.insert(1, "seed", run.seed)
-        table.insert(2, "run", str(run.path))
+        for place, (name, value) in enumerate(described(run).items()):
+            table.insert(place, name, value)
         tables.append(table)
     return pd.concat(tables, ignore_index=True)
+
+
+def described(run: Run) -> dict[str, Any]:
+    """What sets a run apart, a column each: its name in reports, what was run on what, and where
+    it is. Options are JSON."""
+    experiment = run.result.experiment
+    algorithm, partition = experiment.algorithm, experiment.partition
+    return {
+        "label": run.label,
+        "algorithm": plain(algorithm)["name"],
+        "options": json.dumps(to_mapping(algorithm)),
+        "data": experiment.data.label(),
+        "partition": plain(partition)["name"],
+        "partition_options": json.dumps(to_mapping(partition)),
+        "seed": run.seed,
+        "run": str(run.path),
+    }
 
 
 def _encoded(frame: pd.DataFrame, kind: str) -> bytes:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from perfed.report.gather import method_numbers
 from perfed.report.theme import colour, style
-from perfed.runs.result import Result
+from perfed.runs.result import Result, headline_kind
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -25,8 +27,13 @@ def plot_comparison(results: Sequence[Result], path: Path) -> Path:
     height = 3.6 + 0.25 * legend_rows
     figure = Figure(figsize=(10, height))
     by_round, by_cost = figure.subplots(1, 2, sharey=True)
-    for number, (label, frame) in enumerate(curves.items()):
-        look = {"color": colour(number), "ls": style(number)}
+    numbers = method_numbers(label for label, _ in curves)
+    kinds = Counter(label for label, _ in curves)
+    for (method, kind), frame in curves.items():
+        several = kinds[method] > 1
+        label = f"{method}, {kind}" if several else method
+        second = several and kind != headline_kind(("personal", "global"))
+        look = {"color": colour(numbers[method]), "ls": style(numbers[method], second)}
         grouped = frame.groupby("round")
         mean = 100 * grouped["test_accuracy"].mean()
         deviation = 100 * grouped["test_accuracy"].std(ddof=1).fillna(0)
@@ -57,18 +64,15 @@ def plot_comparison(results: Sequence[Result], path: Path) -> Path:
     return path
 
 
-def _curves(results: Sequence[Result]) -> dict[str, pd.DataFrame]:
+def _curves(results: Sequence[Result]) -> dict[tuple[str, str], pd.DataFrame]:
     """All seeds' rounds, by algorithm and model kind."""
     import pandas as pd
 
-    frames: dict[str, list[pd.DataFrame]] = {}
+    frames: dict[tuple[str, str], list[pd.DataFrame]] = {}
     for result in results:
         frame = result.per_round()
         frame["parameters"] = frame["total_up_parameters"] + frame["total_down_parameters"]
-        kinds = list(frame["model"].unique())
-        for kind in kinds:
-            label = result.experiment.algorithm.label()
-            if len(kinds) > 1:
-                label += f", {kind}"
-            frames.setdefault(label, []).append(frame[frame["model"] == kind])
-    return {label: pd.concat(group) for label, group in frames.items()}
+        for kind in frame["model"].unique():
+            key = (result.experiment.algorithm.label(), str(kind))
+            frames.setdefault(key, []).append(frame[frame["model"] == kind])
+    return {key: pd.concat(group) for key, group in frames.items()}

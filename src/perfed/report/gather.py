@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +17,7 @@ from perfed.core.errors import RunError
 from perfed.runs.comparison import FILE as COMPARISON_FILE
 from perfed.runs.comparison import read_comparison, run_name
 from perfed.runs.directory import FAILED, LOCK, RunDirectory
-from perfed.runs.result import Result, part_size
+from perfed.runs.result import Result, headline_kind, part_size
 from perfed.runs.settings import flat
 
 IN_A_NAME = ("name", "about", "seed", "algorithm")  # do not set two runs of a method apart
@@ -35,7 +35,7 @@ CLIENTS = (
     "fresh_mix",
 )
 
-ALONE = 4  # the colour of a single curve: blue
+ALONE = 4  # the colour of a single method: blue
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +178,9 @@ class Series:
     kind: str
     runs: tuple[Run, ...]
     number: int
-    """Which colour and style it has, in every chart."""
+    """Of the method: which colour and style it has, in every chart."""
+    second: bool = False
+    """Whether it is another model than the one a client would use."""
 
     @property
     def algorithm(self) -> Algorithm:
@@ -335,15 +337,33 @@ def series(runs: Sequence[Run]) -> list[Series]:
     grouped: dict[tuple[str, str], list[Run]] = {}
     for run in runs:
         for kind in run.kinds:
-            label = run.label
-            if len(run.kinds) > 1:
-                label += f", {kind}"
-            grouped.setdefault((label, kind), []).append(run)
-    first = ALONE if len(grouped) == 1 else 0
+            grouped.setdefault((run.label, kind), []).append(run)
+    numbers = method_numbers([label for label, _ in grouped])
     return [
-        Series(label, kind, tuple(group), number)
-        for number, ((label, kind), group) in enumerate(grouped.items(), start=first)
+        Series(
+            f"{label}, {kind}" if len(group[0].kinds) > 1 else label,
+            kind,
+            tuple(group),
+            numbers[label],
+            kind != headline_kind(group[0].kinds),
+        )
+        for (label, kind), group in grouped.items()
     ]
+
+
+def method_numbers(labels: Iterable[str]) -> dict[str, int]:
+    """A method's place among those shown, which is its colour; two models of one share it."""
+    methods = list(dict.fromkeys(labels))
+    first = ALONE if len(methods) == 1 else 0
+    return {label: number for number, label in enumerate(methods, start=first)}
+
+
+def same_data(curves: Sequence[Series]) -> bool:
+    """Whether all are of the same clients with the same seeds. Only then one is the highest."""
+    return (
+        len({frozenset(curve.seeds) for curve in curves}) == 1
+        and len({repr(curve.runs[0].clients_setting) for curve in curves}) == 1
+    )
 
 
 def alone(curve: Series, curves: Sequence[Series]) -> Series | None:

@@ -12,11 +12,11 @@ from perfed.config import Experiment, dump_yaml
 from perfed.core.layout import Table
 from perfed.core.tensorfile import write_atomically
 from perfed.report import gather, theme
-from perfed.report.charts import Chart, charts, listed
+from perfed.report.charts import Chart, charts
 from perfed.report.document import details, document, figures_html, line_mark, table_card
 from perfed.report.gather import Run, Series
 from perfed.runs.directory import FEDERATION
-from perfed.runs.tables import HEADER, against_local, cells, footnote, quantity, rows
+from perfed.runs.tables import HEADER, against_local, cells, footnote, quantity, rows, standing
 
 RELOAD_SECONDS = 4
 FIGURES = ("png", "pdf")
@@ -127,7 +127,7 @@ def _about(report: Report) -> str:
         _same(f"{e.rounds} rounds" for e in experiments),
         _same(f"{e.data.label()} divided by {e.partition.label()}" for e in experiments),
         _same(f"shifted by {e.shift.label()}" if e.shift else "" for e in experiments),
-        next(iter(by_seeds)) if len(by_seeds) == 1 else "",
+        _seeds(report.runs) if len(by_seeds) == 1 else "",
     ]
     sentence = f"<p>{escape(about)}</p>" if about else ""
     said = f'{sentence}<p class="about">{escape(" · ".join(filter(None, facts)))}</p>'
@@ -145,6 +145,12 @@ def _clients(experiment: Experiment) -> str:
     if not partition.leaves_out_small():
         return text
     return f"of {text} those with at least {partition.minimum_size()} samples"
+
+
+def _seeds(runs: Sequence[Run]) -> str:
+    numbers = sorted({run.seed for run in runs})
+    several = f"seeds {', '.join(map(str, numbers))}"
+    return several if len(numbers) > 1 else f"one seed ({numbers[0]})"
 
 
 def _labels_by_seeds(runs: Sequence[Run]) -> dict[str, list[str]]:
@@ -204,59 +210,34 @@ def _way_on(run: Run, paths: Sequence[Path]) -> str:
 
 
 def _tiles(report: Report) -> str:
-    """The run in a few numbers."""
-    if not report.curves:
+    """One method in a few numbers: the highest, where all are on the same data."""
+    if not report.curves or not gather.same_data(report.curves):
         return ""
     best = max(report.curves, key=Series.last)
     when = "at the end" if report.over else "so far"
-    tiles = [
-        (
-            f"{100 * best.last():.1f} %",
-            f"mean test accuracy of {best.label}, the highest {when}"
-            if len(report.curves) > 1
-            else f"mean test accuracy over all clients {when}",
-        )
-    ]
+    tiles = [(f"{100 * best.last():.1f} %", f"mean test accuracy over all clients {when}")]
     local = gather.alone(best, report.curves)
-    if local and best is not local and best.seeds == local.seeds:  # of the same clients
-        tiles.append(
-            (
-                f"{100 * (best.last() - local.last()):+.1f} points",
-                f"is {best.label} above training alone ({100 * local.last():.1f} %)",
-            )
-        )
-    kindest = max(report.curves, key=Series.worst_tenth)
-    tiles.append(
-        (
-            f"{100 * kindest.worst_tenth():.1f} %",
-            "is the mean of the tenth of the clients that fare worst"
-            + (f", with {kindest.label}" if len(report.curves) > 1 else ""),
-        )
+    if local and best is not local:
+        alone = f"above training alone ({100 * local.last():.1f} %)"
+        tiles.append((f"{100 * (best.last() - local.last()):+.1f} points", alone))
+    tenth = "is the mean of the tenth of the clients that fare worst"
+    tiles.append((f"{100 * best.worst_tenth():.1f} %", tenth))
+    if sent := best.cost(best.rounds[-1], "bytes"):
+        tiles.append((quantity(sent, "B"), f"sent {'in all' if report.over else 'so far'}"))
+    boxes = "".join(
+        f'<div class="tile"><b>{escape(a)}</b><span>{escape(b)}</span></div>' for a, b in tiles
     )
-    tiles += _sent(report)
-    return (
-        '<div class="tiles">'
-        + "".join(
-            f'<div class="tile"><b>{escape(a)}</b><span>{escape(b)}</span></div>' for a, b in tiles
-        )
-        + "</div>"
-    )
+    return f'{_tiles_title(report, best, when)}<div class="tiles">{boxes}</div>'
 
 
-def _sent(report: Report) -> list[tuple[str, str]]:
-    """The tile of who sends how much; none where nobody sends anything."""
-    costs = {  # by method: two models of one are paid for once
-        curve.runs[0].label: curve.cost(curve.rounds[-1], "bytes") for curve in report.curves
-    }
-    talking = sorted((label for label, cost in costs.items() if cost), key=lambda x: costs[x])
-    if not talking:
-        return []
-    when = "in all" if report.over else "so far"
-    least, most = (quantity(costs[label], "B") for label in (talking[0], talking[-1]))
-    if least != most:
-        return [(least, f"sent {when} by {talking[0]}; {most} by {talking[-1]}")]
-    whom = f" by {'each of ' if len(talking) > 1 else ''}{listed(talking)}"
-    return [(least, f"sent {when}{whom if len(costs) > 1 else ''}, both ways")]
+def _tiles_title(report: Report, best: Series, when: str) -> str:
+    """Whose numbers the tiles are."""
+    if len(report.curves) == 1:
+        return ""
+    mark = line_mark(best.number, best.second)
+    one_seed = ", with one seed" if len(best.seeds) == 1 else ""
+    words = f"{best.label} has the highest mean test accuracy {when}{one_seed}"
+    return f'<h2 class="whose">{mark}{escape(words)}</h2>'
 
 
 def _summary(report: Report) -> str:
@@ -264,21 +245,33 @@ def _summary(report: Report) -> str:
     if not begun:
         return '<p class="note">No round has been evaluated yet.</p>'
     table = rows([run.summary() for run in begun])
-    numbers = {(curve.runs[0].label, curve.kind): curve.number for curve in report.curves}
-    marks = [line_mark(numbers[row.algorithm, row.kind]) for row in table]
+    looks = {(c.runs[0].label, c.kind): (c.number, c.second) for c in report.curves}
+    marks = [line_mark(*looks[row.algorithm, row.kind]) for row in table]
+    finished = _finished(report)
     early = [f"{run.title} (round {max(run.evaluated) + 1})" for run in begun if not run.over]
     note = footnote(table)
     if early:
         note += f" Not finished, so after the last evaluation: {'; '.join(early)}."
-    summary = Table("Summary", HEADER, [cells(row) for row in table], note, names=2)
+    bold = set()
+    if begun == finished and (found := standing([run.result for run in finished])):
+        note += f" {found.note()}"
+        bold = found.bold(table)
+    elif len({run.seed for run in begun}) == 1:
+        note += " One seed: how much another would change is not known."
+    summary = Table("Summary", HEADER, [cells(row) for row in table], note, names=2, bold=bold)
     return table_card("summary", summary, marks)
 
 
 def _against_local(report: Report) -> str:
     """The table that ``perfed compare`` prints, of the finished runs."""
-    finished = [run for run in report.runs if run.directory.finished]
-    table = against_local([run.result for run in finished]) if _comparable(finished) else None
+    table = against_local([run.result for run in _finished(report)])
     return "" if table is None else table_card("against-local", table)
+
+
+def _finished(report: Report) -> list[Run]:
+    """The finished runs, where they can be compared."""
+    finished = [run for run in report.runs if run.directory.finished]
+    return finished if _comparable(finished) else []
 
 
 def _comparable(runs: Sequence[Run]) -> bool:

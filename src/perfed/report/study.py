@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from perfed.config import dump_yaml
 from perfed.core import layout
@@ -48,18 +48,37 @@ class StudyPage:
             }
 
     @cached_property
+    def overview(self) -> list[Chart]:
+        """Of all settings together."""
+        import matplotlib as mpl
+
+        with mpl.rc_context(theme.RC):
+            chart = _every_setting(self.outcome)
+            return [] if chart is None else [chart]
+
+    @property
+    def all_charts(self) -> list[Chart]:
+        return [*self.overview, *(c for charts in self.charts.values() for c in charts)]
+
+    @cached_property
     def tables(self) -> dict[str, Table]:
         return self.outcome.tables()
 
+    @cached_property
+    def values(self) -> dict[str, list[dict[str, Any]]]:
+        return self.outcome.values()
+
     def write(self, folder: Path) -> list[Path]:
-        """The page, all tables as Markdown and LaTeX, and each as CSV."""
+        """The page, all tables as Markdown and LaTeX, and each as LaTeX and CSV; curves as CSV."""
         texts = {
             f"{NAME}.html": self.html(),
             f"{NAME}.md": layout.markdown(self.tables.values()) + "\n",
             f"{NAME}.tex": layout.latex(self.tables.values()) + "\n",
         }
-        for name, rows in self.outcome.values().items():
+        for name, rows in self.values.items():
             texts[f"csv/{folder_name(name)}.csv"] = layout.csv_text(rows)
+        for name, table in self.tables.items():
+            texts[f"latex/{folder_name(name)}.tex"] = layout.latex([table]) + "\n"
         for name, text in texts.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             write_atomically(folder / name, text.encode())
@@ -67,11 +86,15 @@ class StudyPage:
 
     def write_figures(self, folder: Path, kind: str) -> list[Path]:
         """Each figure as a PNG or PDF file."""
-        return write_figures((c for charts in self.charts.values() for c in charts), folder, kind)
+        return write_figures(self.all_charts, folder, kind)
 
     def html(self) -> str:
         design = self.outcome.design
-        over_all = self._card("over all settings")
+        over_all = [
+            self._card("over all settings, accuracy"),
+            f'<div class="lead">{"".join(figures_html(self.overview))}</div>',
+            self._card("over all settings"),
+        ]
         settings = [
             f"{self._card(f'setting {name}')}\n"
             f'<div class="lead">{"".join(figures_html(charts))}</div>'
@@ -82,7 +105,7 @@ class StudyPage:
                 f"<p>{escape(design.about)}</p>" if design.about else "",
                 f'<p class="about">{escape(_facts(self.outcome))}</p>',
                 _state(self.outcome),
-                over_all,
+                *over_all,
                 *settings,
                 self._card("chosen settings"),
                 self._card("without a result"),
@@ -97,7 +120,8 @@ class StudyPage:
             return ""
         numbers = {m.name: n for n, m in enumerate(self.outcome.design.methods)}
         marks = [point_mark(numbers[row[0]]) for row in table.rows] if _of_methods(name) else []
-        return table_card(folder_name(name), table, marks)
+        sources = {"LaTeX": layout.latex([table]), "CSV": layout.csv_text(self.values[name])}
+        return table_card(folder_name(name), table, marks, sources)
 
 
 def _of_methods(name: str) -> bool:
@@ -143,6 +167,57 @@ def _origin(outcome: Outcome) -> str:
 # Figures.
 
 
+MOST_PANELS = 8
+
+
+def _every_setting(outcome: Outcome) -> Chart | None:
+    """A panel for each setting, with one legend: the figure of a paper."""
+    sections = outcome.sections
+    if not 1 < len(sections) <= MOST_PANELS:
+        return None
+    everything = sorted((r for s in sections for r in s.rows), key=lambda row: row.number)
+    if max(len(row.curve()[0]) for row in everything) < 2:
+        return None
+    rows = list({row.method: row for row in everything}.values())  # one of each method
+    lines = -(-len(sections) // 2)
+    figure, panels = theme.canvas(
+        0.35 + 1.9 * lines,
+        lines,
+        2,
+        left=0.6,
+        top=0.3,
+        bottom=0.55,
+        legend=-(-len(rows) // _columns(rows)),
+        squeeze=False,
+        gridspec_kw={"wspace": 0.28, "hspace": 0.5},
+    )
+    chart = Chart("settings", "Accuracy by round in every setting", figure)
+    for section, axes in zip(sections, panels.flat, strict=False):
+        _draw_curves(axes, sorted(section.rows, key=lambda row: row.number))
+        axes.set_title(_short(section.name))
+        whole_rounds(axes)
+    for spare in panels.flat[len(sections) :]:
+        spare.set_visible(False)
+    for axes in panels[:, 0]:
+        axes.set_ylabel("test accuracy (%)")
+    for axes in panels.flat[max(0, len(sections) - 2) : len(sections)]:
+        axes.set_xlabel("communication round")
+    first = panels.flat[0]
+    for row in rows:  # a legend is of one panel: what only others have is there without a line
+        if sections[0].row(row.method) is None:
+            look = {"color": theme.colour(row.number), "ls": theme.style(row.number)}
+            first.plot([], [], **look, label=row.method)
+    theme.legend(figure, first, _columns(rows))
+    chart.caption = "Mean over all clients. Each panel has its own data, and its own scale."
+    if len(outcome.design.seeds) > 1:
+        chart.caption += " Bands: ± one standard deviation over seeds."
+    return chart
+
+
+def _short(name: str, most: int = 26) -> str:
+    return name if len(name) <= most else name[: most - 1] + "…"
+
+
 def _charts(section: Section, number: int) -> list[Chart]:
     drawn = (_accuracy_against_bytes, _gain_against_harm, _accuracy_by_round)
     return [chart for draw in drawn if (chart := draw(section, number)) is not None]
@@ -181,7 +256,8 @@ def _accuracy_against_bytes(section: Section, number: int) -> Chart | None:
         f"{listed(words)}."
     )
     if silent:
-        chart.caption += f" Dotted: {listed([r.method for r in silent])}, which send nothing."
+        names = listed([row.method for row in silent])
+        chart.caption += f" Dotted: {names}, without any communication."
     return chart
 
 
@@ -220,18 +296,10 @@ def _gain_against_harm(section: Section, number: int) -> Chart | None:
 
 
 def _accuracy_by_round(section: Section, number: int) -> Chart | None:
-    curves = {row.method: row.curve() for row in section.rows}
-    if max(len(rounds) for rounds, _ in curves.values()) < 2:
+    if max(len(row.curve()[0]) for row in section.rows) < 2:
         return None
     chart, axes = _canvas(f"rounds-{number}", f"Accuracy by round: {section.name}", section.rows)
-    for row in section.rows:
-        rounds, accuracies = curves[row.method]
-        mean, colour = accuracies.mean(0), theme.colour(row.number)
-        axes.plot(rounds, mean, color=colour, ls=theme.style(row.number), label=row.method)
-        if len(accuracies) > 1:
-            spread = accuracies.std(0, ddof=1)
-            low, high = mean - spread, mean + spread
-            axes.fill_between(rounds, low, high, color=colour, alpha=0.12, lw=0)
+    _draw_curves(axes, section.rows)
     axes.set(xlabel="communication round", ylabel="mean test accuracy (%)")
     whole_rounds(axes)
     theme.legend(chart.figure, axes, _columns(section.rows))
@@ -239,6 +307,17 @@ def _accuracy_by_round(section: Section, number: int) -> Chart | None:
     if any(len(row.seeds) > 1 for row in section.rows):
         chart.caption += " Bands: ± one standard deviation over seeds."
     return chart
+
+
+def _draw_curves(axes: Axes, rows: Sequence[Row]) -> None:
+    for row in rows:
+        rounds, accuracies = row.curve()
+        mean, colour = accuracies.mean(0), theme.colour(row.number)
+        axes.plot(rounds, mean, color=colour, ls=theme.style(row.number), label=row.method)
+        if len(accuracies) > 1:
+            spread = accuracies.std(0, ddof=1)
+            low, high = mean - spread, mean + spread
+            axes.fill_between(rounds, low, high, color=colour, alpha=0.12, lw=0)
 
 
 def _canvas(name: str, title: str, rows: Sequence[Row]) -> tuple[Chart, Axes]:

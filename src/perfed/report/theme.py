@@ -22,6 +22,12 @@ _PALETTE = (
 )
 COLOURS = tuple(light for light, _ in _PALETTE)
 STYLES: tuple[Any, ...] = ("-", "--", ":")
+SECOND: Any = (0, (2, 2.4))
+"""The style of a method's second model. Its gaps show a line beneath: Ditto's global model is
+FedAvg's, number for number."""
+GROUPS = ("#a050b8", "#9a9a2e", "#2f8f9d", "#d0546a", "#7a6cc4", "#96603c", "#7bab3a")
+"""Of clusters and phases, which are no methods: none of these is a method's colour. They are read
+on light ground and on dark, so that a picture's pixels and its legend have the same."""
 SHAPES = {
     "o": "M5 0A5 5 0 1 1 5 10A5 5 0 1 1 5 0Z",
     "s": "M.5 .5H9.5V9.5H.5Z",
@@ -38,6 +44,7 @@ VARIABLES = {
     "--muted": (MUTED, "#a3a3a3"),
     "--grid": (GRID, "#3c3f44"),
     "--paper": (PAPER, "#1d1f22"),
+    "--shadow": ("#a9a9a8", "#000001"),
 }
 """Every colour of a chart: its name on the page, on light ground and on dark."""
 
@@ -78,8 +85,12 @@ def colour(number: int) -> str:
     return COLOURS[number % len(COLOURS)]
 
 
-def style(number: int) -> Any:
-    return STYLES[number // len(COLOURS) % len(STYLES)]
+def group_colour(number: int) -> str:
+    return GROUPS[number % len(GROUPS)]
+
+
+def style(number: int, second: bool = False) -> Any:
+    return SECOND if second else STYLES[number // len(COLOURS) % len(STYLES)]
 
 
 def marker(number: int) -> str:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from perfed.config import Comparison, Experiment, parse, read_mapping
 from perfed.core.errors import ConfigError, Diverged, PerfedError, RunError
-from perfed.core.layout import Table
+from perfed.core.layout import Table, latex
+from perfed.core.tensorfile import write_atomically
 from perfed.core.threads import cpu_threads
 from perfed.engines import Call, Engine, Execution
 from perfed.engines.execution import fitting_threads
@@ -54,10 +56,11 @@ class ComparisonResult:
         return "\n".join(["\n\n".join(table.text() for table in self.tables()), *self.failures])
 
     def tables(self) -> list[Table]:
-        from perfed.runs.tables import against_local, summary
+        from perfed.runs.tables import against_local, standing, summary
 
         gains = against_local(self.results)
-        return [summary([r.summary for r in self.results]), *([gains] if gains else [])]
+        first = summary([r.summary for r in self.results], standing(self.results))
+        return [first, *([gains] if gains else [])]
 
     def record(self) -> dict[str, Any]:
         """All one needs to quote the comparison: its numbers, configuration and machine."""
@@ -72,6 +75,17 @@ class ComparisonResult:
             "environment": machines[0] if machines else {},
             "directory": str(self.path),
         }
+
+    def latex(self, path: str | Path | None = None) -> Path:
+        """The tables for a paper, as a file with ``tabular`` environments."""
+        file = Path(path or self.path / "comparison.tex")
+        tables = [replace(table, title=table.title or self._title()) for table in self.tables()]
+        write_atomically(file, f"{latex(tables)}\n".encode())
+        return file
+
+    def _title(self) -> str:
+        seeds = len(self.comparison.seeds)
+        return f"{self.comparison.experiment.name}: {f'{seeds} seeds' if seeds > 1 else 'one seed'}"
 
     def plot(self, path: str | Path | None = None) -> Path:
         """Accuracy by round and by communication, as a PNG or PDF file."""

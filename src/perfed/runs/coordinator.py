@@ -398,8 +398,8 @@ class Coordinator(ABC):
         if not replies:  # nobody answered: the server knows what it knew
             return
         server = self.server(round)
-        clients = sum(server.architectures.values())
-        ordered = [self._reply(client, replies[client], clients) for client in sorted(replies)]
+        there = self._there(round)
+        ordered = [self._reply(client, replies[client], there) for client in sorted(replies)]
         before, link = self.progress.state, self.progress.link
         gathered, link = self._link.gather(
             ordered, round, link, self._messages.up, self.algorithm.merges_by_mean
@@ -411,14 +411,18 @@ class Coordinator(ABC):
         self.progress.link = link
         self._described = self.algorithm.describe(before, state)
 
-    def _reply(self, client: int, message: Message, clients: int) -> Reply:
+    def _there(self, round: int) -> int:
+        """How many clients could be selected."""
+        return sum(self.server(round).architectures.values())
+
+    def _reply(self, client: int, message: Message, there: int) -> Reply:
         """With what it counts where models are averaged."""
         info, experiment = self.info(client), self.experiment
         once = experiment.averaging == "size-once"
         everyone = self.algorithm.trains_everyone()
-        drawn = clients if everyone else experiment.clients_per_round
+        drawn = there if everyone else experiment.clients_per_round
         selected_by_size = experiment.selection == "by-size"
-        weight = counted(info.samples, once and selected_by_size, drawn, clients)
+        weight = counted(info.samples, once and selected_by_size, drawn, there)
         return Reply(info, message, weight)
 
     def _started(self) -> Tree:

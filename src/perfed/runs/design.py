@@ -227,17 +227,28 @@ class Conduct:
         settings: Sequence[str] = (),
     ) -> None:
         """Run what has no record yet, cell by cell; after ``seconds``, nothing more is begun."""
-        shard = shard or Shard()
         ends = time.monotonic() + seconds
-        cells = self.design.cells(methods, settings)[shard.number - 1 :: shard.of]
         with how.several_runs():
-            for cell in cells:
+            for cell in self._cells(shard, methods, settings):
                 for _ in range(2):  # trials, then runs with what they chose
                     study = self._next(cell, how)
                     left = ends - time.monotonic()
                     if study is None or left <= 0:
                         break
                     study.run(how, callbacks, seconds=left, side_by_side=side_by_side)
+
+    def unfinished(
+        self, shard: Shard | None = None, methods: Sequence[str] = (), settings: Sequence[str] = ()
+    ) -> list[Cell]:
+        """Of these cells, those of which something is to be run."""
+        found = map(self.found, self._cells(shard, methods, settings))
+        return [one.cell for one in found if one.missing and not one.left_out]
+
+    def _cells(
+        self, shard: Shard | None, methods: Sequence[str], settings: Sequence[str]
+    ) -> list[Cell]:
+        shard = shard or Shard()
+        return self.design.cells(methods, settings)[shard.number - 1 :: shard.of]
 
     def _next(self, cell: Cell, how: Execution) -> Study | None:
         """What is to be run of a cell now."""

@@ -17,6 +17,7 @@ MAY_CHANGE = (
     "clients_per_round",
     "selection",
     "averaging",
+    "participation",
     "training.learning_rate",
     "training.schedule",
     "training.steps",

@@ -1,4 +1,10 @@
-"""Whether a difference is more than chance: intervals and tests that studies report."""
+"""Whether a difference is more than chance: intervals and tests that studies report.
+
+A seed is what is repeated independently. With enough of them a test is over seeds. With the few
+that studies can afford no test over seeds is possible; it is then over clients, each with its mean
+over seeds, and says so. That takes clients for independent. They are not quite, since they learn
+from each other: such a p is rather too small, and speaks of these seeds.
+"""
 
 from __future__ import annotations
 
@@ -45,6 +51,22 @@ def bootstrap_interval(
     return float(low), float(high)
 
 
+TEST = "Wilcoxon's signed-rank test over {pairs}, with Holm's correction"
+OVER_SEEDS = "seeds, each the mean of its clients"
+OVER_CLIENTS = "clients, each its mean over seeds"
+OVER_ONE_SEED = "the clients of one seed"
+FEW = (
+    "A test over clients takes them for independent, and they learn from each other: p is rather "
+    "too small, and says nothing of other seeds."
+)
+
+
+def described(seeds: int, over_seeds: bool) -> str:
+    """The test in words."""
+    pairs = OVER_SEEDS if over_seeds else OVER_CLIENTS if seeds > 1 else OVER_ONE_SEED
+    return TEST.format(pairs=pairs)
+
+
 def signed_rank(differences: Sequence[float] | np.ndarray) -> float:
     """Wilcoxon's signed-rank test, two-sided: the probability of pairs that differ at least this
     much in one direction, if there is no direction. Pairs that do not differ are left out."""
@@ -69,14 +91,34 @@ def holm(probabilities: Sequence[float]) -> list[float]:
     return adjusted
 
 
+def enough(pairs: int, methods: int) -> bool:
+    """Whether so many pairs can tell one of ``methods`` from the best: if all of them differ in one
+    direction, that is improbable enough."""
+    return (methods - 1) * 2 / 2**pairs <= ALPHA
+
+
+def pairs_of(seeds: Sequence[Sequence[float]], over_seeds: bool) -> list[float]:
+    """What a test compares, of every seed's clients: a number for each seed, the mean of its
+    clients; or a number for each client, its mean over seeds.
+
+    Never each client of each seed: clients of one run have learned from each other, and those of
+    another seed are a second look at the same data. Where a seed has fewer clients than another,
+    the last ones are left out.
+    """
+    if over_seeds:
+        return [float(np.mean(clients)) for clients in seeds]
+    count = min(map(len, seeds))
+    means: list[float] = np.mean([clients[:count] for clients in seeds], axis=0).tolist()
+    return means
+
+
 def against_first(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """Of each but the first, how probable its distance from the first is by chance, after Holm's
     correction. Nothing where pairs are so few that no distance could be told from chance."""
     if len(values) < 2:
         return {}
     (_, first), *others = values.items()
-    least = 2 / 2 ** len(first)  # all pairs differ in one direction
-    if len(others) * least > ALPHA:
+    if not enough(len(first), len(values)):
         return {}
     tests = [signed_rank(np.subtract(first, other)) for _, other in others]
     return dict(zip((name for name, _ in others), holm(tests), strict=True))

@@ -158,6 +158,7 @@ class Simulation(Coordinator):
             self._link,
             attack=experiment.hostile,
             privacy=experiment.privacy,
+            participation=experiment.participation,
         )
         self._told_sizes = self._told()
         self.engine = engine or how.build_engine()
@@ -168,6 +169,7 @@ class Simulation(Coordinator):
         self.records = self.population.records
         self._private_steps: dict[int, int] = {}
         self._client_facts: Mapping[int, Mapping[str, float]] = {}
+        self._dropped: list[int] = []
 
     def finish_in(self, directory: RunDirectory) -> Result:
         """Run to the end, or until Ctrl-C or another signal to stop."""
@@ -228,18 +230,24 @@ class Simulation(Coordinator):
 
     def _round(self, round: int, channel: Channel) -> Steps[tuple[list[int], dict[str, int]]]:
         before = dataclasses.replace(channel.total)
-        clients = self._everyone() if self.algorithm.trains_everyone() else self.select(round)
+        everyone = self.algorithm.trains_everyone()
+        selected = self.there(round).tolist() if everyone else self.select(round)
+        self._dropped = self.experiment.participation.dropped(selected, self.experiment.seed, round)
         self._begin_round()
         with self._timed("broadcast"):
-            messages = self._broadcast(round, clients, channel)
+            messages = self._broadcast(round, selected, channel)
+        clients = [client for client in selected if client not in self._dropped]
+        outcomes: Mapping[int, Outcome] = {}
         with self._timed("clients"):
-            outcomes: Mapping[int, Outcome]
-            (outcomes,) = yield [self.population.call("client_round", messages, round)]
+            if clients:  # of a round that all drop out of, the server learns nothing
+                received = {client: messages[client] for client in clients}
+                (outcomes,) = yield [self.population.call("client_round", received, round)]
         with self._timed("merge"):
             self.merge(round, self._admitted(round, self._sent(round, outcomes), channel))
         self._warn_of_refusals(round)
         check_finite(round, {"the server": [*flatten(self.progress.state).items()]})
-        self.engine.commit(self.population)
+        if outcomes:
+            self.engine.commit(self.population)
         self.changed.update(client for client, outcome in outcomes.items() if outcome.changed)
         self._client_facts = {client: self._facts_of(client, o) for client, o in outcomes.items()}
         self._note_training(clients)
@@ -358,8 +366,18 @@ class Simulation(Coordinator):
         """Small things that clients keep (their cluster, say), in the order of ``clients``."""
         facts = [self._client_facts[client] for client in clients]
         names = sorted({name for one in facts for name in one})
-        states = {name: [one.get(name) for one in facts] for name in names}
-        return {"client_state": states} | self._privacy_facts()
+        return {
+            "client_state": {name: [one.get(name) for one in facts] for name in names},
+            **self._absence(clients),
+            **self._privacy_facts(),
+        }
+
+    def _absence(self, clients: Iterable[int]) -> dict[str, list[int]]:
+        """Who was selected and dropped out, and who made fewer steps."""
+        experiment = self.experiment
+        slow = experiment.participation.slow(clients, experiment.seed, self.progress.next_round)
+        absence = {"dropped": self._dropped, "slow": slow}
+        return {word: who for word, who in absence.items() if who}
 
     def _privacy_facts(self) -> dict[str, Any]:
         """What clients have spent, of those that are evaluated."""
@@ -431,14 +449,28 @@ class Simulation(Coordinator):
     def known(self, client: int) -> Known:
         return self.population.known(client, self._broadcasts.get(client))
 
+    def there(self, round: int) -> np.ndarray:
+        """Who could be selected."""
+        experiment = self.experiment
+        return experiment.participation.there(self.clients, experiment.seed, round)
+
+    def _there(self, round: int) -> int:
+        return len(self.there(round))
+
     def select(self, round: int) -> list[int]:
-        return select_clients(
-            self._told_sizes,
-            self.selected,
+        """Of those that are there; all of them where they are fewer than are to be selected."""
+        there = self.there(round)
+        if not len(there):
+            return []
+        everybody = len(there) == self.clients  # their sizes need not be copied, of millions
+        places = select_clients(
+            self._told_sizes if everybody else self._told_sizes[there],
+            min(self.selected, len(there)),
             self.experiment.selection == "by-size",
             self.experiment.seed,
             round,
         )
+        return [int(there[place]) for place in places]
 
 
 def _selected_a_round(experiment: Experiment, clients: int) -> int:

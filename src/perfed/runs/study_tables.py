@@ -16,7 +16,16 @@ import numpy as np
 from perfed.core.layout import Table
 from perfed.runs.design import Design, Found
 from perfed.runs.result import headline_kind
-from perfed.runs.significance import ALPHA, DRAWS, against_first, bootstrap_interval
+from perfed.runs.significance import (
+    ALPHA,
+    DRAWS,
+    FEW,
+    against_first,
+    bootstrap_interval,
+    described,
+    enough,
+    pairs_of,
+)
 from perfed.runs.study import Record, client_gains
 from perfed.runs.tables import HARM, quantity, spread
 from perfed.runs.tune import shown_value
@@ -108,9 +117,9 @@ class Row:
         curves = np.array([record["curve"][self.kind] for record in self.records.values()])
         return curves[0, :, 0] + 1, 100 * curves[:, :, 1]
 
-    def clients(self) -> list[float]:
-        """Test accuracy of every client of every seed, in the order of the study's seeds."""
-        return [a for r in self.records.values() for a in r["clients"]["test_accuracy"][self.kind]]
+    def clients(self) -> list[list[float]]:
+        """Of each seed, in the study's order: the test accuracy of every client."""
+        return [r["clients"]["test_accuracy"][self.kind] for r in self.records.values()]
 
     def numbers(self) -> dict[str, Any]:
         """For programs: percent, points, bytes and seconds."""
@@ -143,6 +152,8 @@ class Section:
     name: str
     rows: tuple[Row, ...]
     """The best first, of those that are complete."""
+    over_seeds: bool
+    """Whether methods are told apart by seeds, or by clients."""
 
     @property
     def ranked(self) -> list[Row]:
@@ -150,15 +161,25 @@ class Section:
 
     @cached_property
     def against_best(self) -> dict[str, float]:
-        """Of the other complete methods, how probable their distance from the best is by chance:
-        signed ranks of all clients of all seeds, after Holm's correction."""
-        return against_first({row.method: row.clients() for row in self.ranked})
+        """Of the other complete methods, how probable their distance from the best is by chance,
+        after Holm's correction."""
+        return against_first(
+            {row.method: pairs_of(row.clients(), self.over_seeds) for row in self.ranked}
+        )
 
     def is_best(self, row: Row) -> bool:
         """The best, or not told apart from it."""
         if len(self.ranked) < 2:
             return False
         return row is self.ranked[0] or self.against_best.get(row.method, 0) > ALPHA
+
+    def row(self, method: str) -> Row | None:
+        return next((row for row in self.rows if row.method == method), None)
+
+    def numbers_of(self, method: str) -> dict[str, Any]:
+        """Of a method that has no result here, nothing."""
+        row = self.row(method)
+        return {} if row is None else row.numbers()
 
     def records(self) -> list[dict[str, Any]]:
         return [
@@ -178,7 +199,12 @@ class Outcome:
     def sections(self) -> list[Section]:
         """The settings with at least one result."""
         names = dict.fromkeys(f.cell.setting for f in self.found if f.records)
-        return [Section(name, self._rows(name)) for name in names]
+        return [Section(name, self._rows(name), self.over_seeds) for name in names]
+
+    @property
+    def over_seeds(self) -> bool:
+        """Whether the seeds are enough to tell this many methods apart."""
+        return enough(len(self.design.seeds), len(self.design.methods))
 
     def _rows(self, setting: str) -> tuple[Row, ...]:
         here = [f for f in self.found if f.cell.setting == setting and f.records]
@@ -227,16 +253,28 @@ class Outcome:
             for name in order
         ]
 
+    def accuracies(self) -> list[dict[str, Any]]:
+        """A row for each method, with its mean accuracy and deviation in each setting; those with
+        a mean rank first."""
+        ranks = {row["method"]: row["mean_rank"] for row in self.overall()}
+        rest = [m.name for m in self.design.methods if m.name not in ranks]
+        found: list[dict[str, Any]] = []
+        for method in [*ranks, *rest]:
+            numbers = {"method": method}
+            for section in self.sections:
+                of_row = section.numbers_of(method)
+                numbers |= {
+                    section.name: of_row.get("accuracy"),
+                    f"{section.name}, deviation": of_row.get("accuracy_deviation"),
+                }
+            found.append(numbers | {"mean_rank": ranks.get(method)})
+        return found
+
     def _against_best(
         self, order: Sequence[str], rows: Mapping[str, Sequence[Row]]
     ) -> dict[str, float]:
-        """As in a setting, but a pair is a setting and seed: mean accuracies."""
-        return against_first(
-            {
-                name: [value for row in rows[name] for value in row.last("test_accuracy")]
-                for name in order
-            }
-        )
+        """As in a setting, but a pair is a setting: the mean accuracy over its seeds."""
+        return against_first({name: [row.accuracy for row in rows[name]] for name in order})
 
     def records(self) -> dict[str, Record]:
         """Those of finished runs, by name."""
@@ -289,6 +327,8 @@ class Outcome:
         }
         if len(self.sections) > 1:
             named["over all settings"] = _overall_table(self)
+        if 1 < len(self.sections) <= MOST_COLUMNS:
+            named["over all settings, accuracy"] = _accuracy_table(self)
         if rows := self.chosen():
             named["chosen settings"] = _chosen_table(self.design, rows)
         if rows := self.without_result():
@@ -299,9 +339,29 @@ class Outcome:
         """The same for programs, by the same names."""
         named = {f"setting {s.name}": s.records() for s in self.sections}
         named["over all settings"] = self.overall()
+        named["over all settings, accuracy"] = self.accuracies()
         named["chosen settings"] = self.chosen()
         named["without a result"] = self.without_result()
-        return {name: rows for name, rows in named.items() if name in self.tables()}
+        there = self.tables()
+        named = {name: rows for name, rows in named.items() if name in there}
+        return named | {"curves": curves} if (curves := self.curves()) else named
+
+    def curves(self) -> list[dict[str, Any]]:
+        """What is drawn by round: a row for every setting, method, seed and evaluation."""
+        return [
+            {
+                "setting": section.name,
+                "method": row.method,
+                "model": row.kind,
+                "seed": seed,
+                "round": int(round),
+                "accuracy": _rounded(float(accuracy)),
+            }
+            for section in self.sections
+            for row in section.rows
+            for seed, accuracies in zip(row.seeds, row.curve()[1], strict=True)
+            for round, accuracy in zip(row.curve()[0], accuracies, strict=True)
+        ]
 
 
 HEADER = (
@@ -313,8 +373,7 @@ NOTE = (
     "Test accuracy in %, mean over all clients, after the last round{deviation}. "
     "model: the client's personal model where the method has one, else the global one. "
     f"Bold: the best, and what is not told apart from it (p > {ALPHA:.2g}). "
-    "p: how probable the distance from the best is by chance (Wilcoxon's signed-rank test over "
-    "clients and seeds, with Holm's correction). "
+    "p: how probable the distance from the best is by chance ({test}). "
     "above local: points above the client's own local model; in brackets a 95 % interval, by "
     f"{DRAWS:,} paired bootstrap draws of {{levels}}. "
     f"harmed: clients more than {HARM:g} points below their local model. "
@@ -329,7 +388,8 @@ UNRANKED = " Not ranked, since runs of other seeds are on other data: {}."
 
 def _setting_table(design: Design, section: Section, first: bool) -> Table:
     """The first one says what its columns are."""
-    note = _columns_note(len(design.seeds)) if first else "Columns: as in the first table."
+    seeds = len(design.seeds)
+    note = _columns_note(seeds, section.over_seeds) if first else "Columns: as in the first table."
     unranked = [
         f"{row.method} ({_seeds_text(row.seeds)})" for row in section.rows if not row.complete
     ]
@@ -340,11 +400,13 @@ def _setting_table(design: Design, section: Section, first: bool) -> Table:
     return Table(title, HEADER, rows, note, names=2, bold=best)
 
 
-def _columns_note(seeds: int) -> str:
+def _columns_note(seeds: int, over_seeds: bool) -> str:
     note = NOTE.format(
+        test=described(seeds, over_seeds),
         deviation="" if seeds == 1 else ", ± standard deviation over seeds",
         levels="clients" if seeds == 1 else "seeds, and of clients in each",
     )
+    note += "" if over_seeds else f" {FEW}"
     return note + (ONE_SEED if seeds == 1 else FEW_SEEDS * (seeds < MANY_SEEDS))
 
 
@@ -387,13 +449,13 @@ def _overall_table(outcome: Outcome) -> Table:
         ]
         for number, row in enumerate(rows)
     ]
-    settings, seeds = len(outcome.sections), len(outcome.design.seeds)
+    settings = len(outcome.sections)
     note = (
         "mean rank: by accuracy, within each setting, so on the same data; 1 is the best. "
         "first in: so many settings. "
         "mean gain, lowest gain: points above local training, over settings. "
-        f"p: as in a setting, over the {settings * seeds} pairs of a setting and a seed; – where "
-        "these are too few for any test."
+        f"p: how probable the distance from the best is by chance, over the {settings} settings, "
+        "each the mean over its seeds (Wilcoxon, Holm); – where they are too few for any test."
     )
     without = [m.name for m in outcome.design.methods if m.name not in outcome.everywhere]
     if without:
@@ -405,6 +467,32 @@ def _overall_table(outcome: Outcome) -> Table:
     }
     title = f"Over all {settings} settings: {_seeds_text(outcome.design.seeds)}"
     return Table(title, OVERALL, cells, note, bold=bold)
+
+
+MOST_COLUMNS = 8  # settings beside each other: more do not fit a page
+
+
+def _accuracy_table(outcome: Outcome) -> Table:
+    """The table of a paper: methods by settings."""
+    cells, bold = [], set()
+    for number, record in enumerate(outcome.accuracies()):
+        line = [record["method"]]
+        for column, section in enumerate(outcome.sections, start=1):
+            row = section.row(record["method"])
+            line.append("–" if row is None else spread(row.last("test_accuracy")))
+            if row is not None and row.complete and section.is_best(row):
+                bold.add((number, column))
+        rank = record["mean_rank"]
+        cells.append([*line, "–" if rank is None else f"{rank:.1f}"])
+    seeds = len(outcome.design.seeds)
+    note = "Mean test accuracy over all clients in %" + (
+        f", ± standard deviation over {seeds} seeds. " if seeds > 1 else ", one seed. "
+    )
+    note += f"Bold: the best, and what is not told apart from it (p > {ALPHA:.2g}; "
+    note += f"{described(seeds, outcome.over_seeds)}). mean rank: over the settings."
+    header = ("method", *(section.name for section in outcome.sections), "mean rank")
+    title = f"Accuracy in every setting: {_seeds_text(outcome.design.seeds)}"
+    return Table(title, header, cells, note, bold=bold)
 
 
 def _chosen_table(design: Design, rows: Sequence[Mapping[str, Any]]) -> Table:

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from perfed.core.algorithm import Algorithm
 from perfed.core.layout import Table
 from perfed.runs.result import Result, headline_kind
-from perfed.runs.study import Gains, client_gains, record_of
+from perfed.runs.significance import ALPHA, FEW, against_first, described, enough, pairs_of
+from perfed.runs.study import Gains, Record, client_gains, record_of
 
 HEADER = (
     "algorithm",
@@ -112,14 +113,81 @@ def quantity(value: float, unit: str = "") -> str:
     return f"{value:.3g} {unit}".rstrip()
 
 
-def summary(summaries: Sequence[dict[str, Any]]) -> Table:
+def summary(summaries: Sequence[dict[str, Any]], standing: Standing | None = None) -> Table:
     shown = rows(summaries)
-    note = footnote(shown)
+    note = footnote(shown) + (f"\n{standing.note()}" if standing else "")
+    bold = standing.bold(shown) if standing else set()
     header, lines = HEADER, [cells(row) for row in shown]
     if any("privacy" in one for one in summaries):
         header, note = (*HEADER, "ε"), note + PRIVATE
         lines = [[*line, row.epsilon()] for line, row in zip(lines, shown, strict=True)]
-    return Table("", header, lines, note, names=2)
+    return Table("", header, lines, note, names=2, bold=bold)
+
+
+class Standing(NamedTuple):
+    """Which method is the best, and which are not told apart from it."""
+
+    best: str
+    alike: tuple[str, ...]
+    tested: bool
+    """Whether there are pairs enough for any test."""
+    seeds: int
+    over_seeds: bool
+
+    def bold(self, shown: Sequence[Row]) -> set[tuple[int, int]]:
+        """The cells of a table that stand out."""
+        column = HEADER.index("accuracy")
+        return {
+            (place, column)
+            for place, row in enumerate(shown)
+            if row.algorithm in (self.best, *self.alike)
+            and row.kind == headline_kind(row.summaries[0]["models"])
+        }
+
+    def note(self) -> str:
+        if not self.tested:
+            note = f"Bold: the best, {self.best}, by too few pairs for any test."
+        else:
+            test = described(self.seeds, self.over_seeds)
+            if self.alike:
+                others = f"not told apart from it (p > {ALPHA:.2g}): {', '.join(self.alike)}"
+            else:
+                others = f"all others are told apart from it (p ≤ {ALPHA:.2g})"
+            note = f"Bold: the best, {self.best}; {others}. Test: {test}."
+            note += "" if self.over_seeds else f" {FEW}"
+        if self.seeds == 1:
+            note += " One seed: another division of the data may give another order."
+        return note
+
+
+def standing(runs: Sequence[Result]) -> Standing | None:
+    """Of runs that differ in nothing but algorithm and seed. Only methods with a result for every
+    seed are ranked: others were run on other data. Nothing where there is none to compare."""
+    seeds = sorted({run.experiment.seed for run in runs})
+    by_method: dict[str, dict[int, Record]] = {}
+    for run in runs:
+        label = run.experiment.algorithm.label()
+        by_method.setdefault(label, {})[run.experiment.seed] = record_of(run.path)
+    clients = {
+        label: [_last_accuracies(records[seed]) for seed in seeds]
+        for label, records in by_method.items()
+        if len(records) == len(seeds)
+    }
+    if len(clients) < 2:
+        return None
+    over_seeds = enough(len(seeds), len(clients))
+    mean = {label: statistics.mean(map(statistics.mean, those)) for label, those in clients.items()}
+    order = sorted(clients, key=lambda label: -mean[label])
+    found = against_first({label: pairs_of(clients[label], over_seeds) for label in order})
+    alike = tuple(label for label, p in found.items() if p > ALPHA)
+    return Standing(order[0], alike, bool(found), len(seeds), over_seeds)
+
+
+def _last_accuracies(record: Record) -> list[float]:
+    """Of every client, of the model that it would use."""
+    kind = headline_kind(record["summary"]["models"])
+    values: list[float] = record["clients"]["test_accuracy"][kind]
+    return values
 
 
 HARM = 2.0  # points
@@ -142,7 +210,19 @@ def against_local(runs: Sequence[Result]) -> Table | None:
         return None
     lines = [[method, *_gain_cells([*seeds.values()])] for method, seeds in by_method.items()]
     note = AGAINST_LOCAL_NOTE + EVERYBODY * reference.trains_everyone()
-    return Table(f"Against {reference.label()}", AGAINST_LOCAL, lines, note)
+    bold = {(place, 1) for place in _largest_gains([*by_method.values()])}
+    return Table(f"Against {reference.label()}", AGAINST_LOCAL, lines, note, bold=bold)
+
+
+def _largest_gains(methods: Sequence[dict[int, Gains]]) -> list[int]:
+    """Which of the methods gains most, of those with the same seeds as all others."""
+    if len(methods) < 2 or len({frozenset(seeds) for seeds in methods}) > 1:
+        return []
+    gains = [
+        statistics.mean(GainOverLocal.of(clients).above_local for clients in seeds.values())
+        for seeds in methods
+    ]
+    return [place for place, gain in enumerate(gains) if gain == max(gains)]
 
 
 def against_local_record(runs: Sequence[Result]) -> dict[str, Any] | None:

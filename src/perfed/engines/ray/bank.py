@@ -17,6 +17,7 @@ from perfed.core.algorithm import Algorithm
 from perfed.core.hostile import Attack
 from perfed.core.message import Message
 from perfed.core.metrics import learn
+from perfed.core.participation import Participation
 from perfed.core.privacy import Privacy
 from perfed.core.tree import identity
 from perfed.core.wire import Link
@@ -49,6 +50,7 @@ class Recipe:
     """Where those are found that are not perfed's own."""
     folder: Path | None
     """Where clients beyond ``store_bytes`` wait, if this machine has it."""
+    participation: Participation
     attack: Attack | None = None
 
 
@@ -108,6 +110,7 @@ class Bank:
             recipe.link,
             attack=recipe.attack,
             privacy=recipe.privacy,
+            participation=recipe.participation,
         )
         population.engine = self._engine
         self._engine.expect(population, recipe.clients_a_round)

@@ -205,6 +205,7 @@ class RayEngine:
                 None if store.limit is None else store.limit // self._count,
                 own_metrics(),
                 store.folder,
+                population.participation,
                 population.attack,
             )
             self._tell(number, "admit", hosted.number, hosted.data, recipe, pack(records))
