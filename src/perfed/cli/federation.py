@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +10,7 @@ import typer
 
 from perfed.flower import initialise, upkeep
 from perfed.flower.approval import SHORT, Approvals
+from perfed.flower.kit import GATE, write_kits
 from perfed.flower.ledger import NEWEST, Ledger
 from perfed.flower.settings import read_site
 
@@ -33,6 +35,55 @@ def federation_init(
     print("\n".join(f"  {line}" for line in lines))
 
 
+@federation.command("try")
+def federation_try(
+    sites: Annotated[int, typer.Option(min=1, max=50, help="How many sites.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="How many rounds.")] = 5,
+    keep: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Keep all files, in a new folder.")
+    ] = None,
+) -> None:
+    """A whole federation on this machine, with the digits: superlink, sites, a run, the table."""
+    initialise.require_flower()
+    from perfed.flower.services import Stopped
+    from perfed.flower.trial import try_out
+
+    try:
+        try_out(sites, rounds, keep)
+    except Stopped:
+        print("stopped; nothing is left running", flush=True)
+        raise typer.Exit(130) from None
+
+
+@federation.command("serve")
+def federation_serve(
+    folder: Annotated[
+        Path, typer.Argument(metavar="[DIR]", help="The folder that 'init' wrote.")
+    ] = Path(),
+    host: Annotated[str, typer.Option(help="Address where sites come in, with TLS.")] = "0.0.0.0",  # noqa: S104 - sites come from outside
+    port: Annotated[int, typer.Option(help="Port where sites come in, with TLS.")] = GATE,
+) -> None:
+    """The coordinator's superlink and gate, until you stop them; registers certificates/*.pub."""
+    initialise.require_flower()
+    from perfed.flower.services import serve
+
+    serve(folder, host, port)
+
+
+@federation.command("kits")
+def federation_kits(
+    folder: Annotated[
+        Path, typer.Argument(metavar="[DIR]", help="The folder that 'init' wrote.")
+    ] = Path(),
+    address: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Where sites find the federation.")
+    ] = "",
+) -> None:
+    """Pack a start-up kit for every site-*.yaml: one archive, one command at the site."""
+    for kit in write_kits(folder, address):
+        print(kit)
+
+
 @federation.command("gate")
 def federation_gate(
     certificates: Annotated[
@@ -42,7 +93,7 @@ def federation_gate(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "0.0.0.0",  # noqa: S104 - sites come from outside
     port: Annotated[int, typer.Option(help="Port that sites connect to.")] = 8443,
 ) -> None:
-    """Let sites through to the superlink, and nobody else."""
+    """Let sites through to the superlink, and nobody else; 'serve' does it, too."""
     initialise.require_flower()
     from perfed.flower.gate import serve
 
@@ -79,16 +130,22 @@ def federation_check(
 
 @federation.command("start")
 def federation_start(
-    app: Annotated[Path, typer.Argument(metavar="[APP.FAB]", help="A signed app.")] = Path(
-        initialise.SIGNED
-    ),
+    app: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[APP]", help="A signed app.fab, or a folder; default: the one that is here."
+        ),
+    ] = None,
     database: Annotated[Path, typer.Option(help="The superlink's.")] = Path("superlink.db"),
+    stream: Annotated[bool, typer.Option(help="Show what the run says.")] = True,
 ) -> None:
-    """Start a signed app, and show what it says: 'flwr run --stream' sends apps unsigned."""
+    """Start the run, or go on with it where it was, and show what it says."""
     initialise.require_flower()
     from perfed.flower.signing import start
 
-    start(app, database)
+    os.environ.setdefault("FLWR_HOME", str(Path("flwr-home").absolute()))
+    signed = Path(initialise.SIGNED)
+    start(app or (signed if signed.is_file() else Path("app")), database, stream)
 
 
 @federation.command("release")
@@ -111,6 +168,20 @@ def federation_release(
 def site_check(file: Annotated[Path, typer.Argument(metavar="SITE.YAML")]) -> None:
     """Before joining: is the data readable, does the model run, is the public set the right one?"""
     print("\n".join(initialise.check_site(file)))
+
+
+@site.command("start")
+def site_start(
+    kit: Annotated[
+        Path, typer.Argument(metavar="KIT", help="A kit, or the folder that it was unpacked to.")
+    ],
+) -> None:
+    """Take part in a federation, until you stop it. A kit is unpacked beside it at first."""
+    initialise.require_flower()
+    from perfed.flower.kit import open_kit
+    from perfed.flower.services import start_site
+
+    start_site(open_kit(kit))
 
 
 @site.command("sign")
