@@ -1,6 +1,6 @@
 """Seconds a round: every program of Flower's started from nothing, and forked from a warm process.
 
-    python benchmarks/federation_pace.py --out benchmarks/results/federation_pace.json    (10 minutes)
+    python benchmarks/federation_pace.py --out benchmarks/results/federation_pace.json  # 10 minutes
 
 The two take turns in one run, so that a busy machine slows both. "From nothing" is what
 perfed's first version did: Flower's own commands, with Flower's own polling. "Forked" is

@@ -8,10 +8,12 @@ from typing import Annotated
 
 import typer
 
+from perfed.cli.options import JsonOption, print_json
 from perfed.flower import initialise, upkeep
 from perfed.flower.approval import SHORT, Approvals
 from perfed.flower.kit import GATE, write_kits
 from perfed.flower.ledger import NEWEST, Ledger
+from perfed.flower.overview import look
 from perfed.flower.settings import read_site
 
 federation = typer.Typer(help="A real federation, on Flower.", no_args_is_help=True)
@@ -104,8 +106,12 @@ RUN = Annotated[Path, typer.Argument(metavar="[RUN]", help="The coordinator's ru
 
 
 @federation.command("status")
-def federation_status(run: RUN = Path("run")) -> None:
-    """Is a process at work on the run? Who took no part? Ends with 1 where nobody is at work."""
+def federation_status(run: RUN = Path("run"), as_json: JsonOption = False) -> None:
+    """Is a process at work on the run? Who is there? Ends with 1 where nobody is at work."""
+    if as_json:
+        state = look(run)
+        print_json(state.to_mapping(), indent=1)
+        raise typer.Exit(0 if state.well else 1)
     lines, well = upkeep.status(run)
     print("\n".join(lines))
     raise typer.Exit(0 if well else 1)
@@ -116,7 +122,7 @@ def federation_rollback(
     to: Annotated[int, typer.Option(min=-1, help="The round after which the state was good.")],
     run: RUN = Path("run"),
 ) -> None:
-    """Let the server go on from an earlier state; 'flwr run' then goes on with the next round."""
+    """Let the server go on from an earlier state; 'start' then goes on with the next round."""
     print("\n".join(upkeep.roll_back(run, to)))
 
 

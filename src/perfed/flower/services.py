@@ -21,8 +21,11 @@ from perfed.core.errors import ConfigError
 from perfed.flower.certificates import write_node_key
 from perfed.flower.kit import AUTHORITY, KEY, SITE, TRUSTED, read_link, superlink_address
 from perfed.flower.saying import say
+from perfed.flower.settings import read_coordinator
 from perfed.flower.signing import run_nothing_else
+from perfed.flower.upkeep import START_AGAIN
 from perfed.flower.warm import Warm
+from perfed.runs.directory import RunDirectory
 
 DATABASE = "superlink.db"
 HOME = "flwr-home"
@@ -214,9 +217,27 @@ def serve(folder: Path, host: str, port: int) -> None:
             )
             say(f"sites come in at port {port}")
         registered: dict[Path, float] = {}
+        watch = DeathWatch(folder / read_coordinator(folder / "coordinator.yaml").directory)
         while True:
             register_new(kept, certificates, registered)
+            watch.look()
             kept.tend(LOOKS)
+
+
+class DeathWatch:
+    """Says when the process that worked on a run is gone and the run is not over."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._worked = False
+
+    def look(self) -> None:
+        directory = RunDirectory(self._run)
+        works = directory.in_use()
+        if self._worked and not works and not directory.finished:
+            why = directory.failure or "its process is gone"
+            say(f"WARNING: nobody is at work on {self._run}: {why}; {START_AGAIN}")
+        self._worked = works
 
 
 def register_new(kept: Services, certificates: Path, registered: dict[Path, float]) -> None:
