@@ -24,14 +24,14 @@ import torch
 from perfed.flower.initialise import initialise
 from perfed.flower.kit import KITS, open_kit
 from perfed.flower.services import HOME, keep_site, keep_superlink, services
-from perfed.flower.trial import moved, start_run
+from perfed.flower.trial import follow, moved, start_run
 from perfed.runs.directory import environment
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.flower.processes import PATIENCE, free_port, network, wait_until
 
 SETTINGS: list[dict[str, Any]] = [
-    {"sites": 4, "rounds": 4, "times": 2, "ways": ["from nothing", "forked"]},
+    {"sites": 4, "rounds": 3, "times": 1, "ways": ["from nothing", "forked"]},
     {"sites": 20, "rounds": 3, "times": 1, "ways": ["forked"]},  # the other: half an hour
 ]
 
@@ -65,8 +65,7 @@ def forked(folder: Path, sites: int) -> list[Path]:
         for kit in sorted((folder / KITS).iterdir()):
             keep_site(kept, open_kit(moved(kit, folder)))
         start_run(kept, folder)
-        while not (folder / "run" / "summary.json").is_file():
-            kept.tend(0.3)
+        follow(kept, folder / "run", folder / "flower.log", lambda line: None)
     place = folder / "sites"
     return [next(place.glob(f"site-{n}/state-{n}/*/personal.safetensors")) for n in range(sites)]
 

@@ -7,7 +7,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -39,7 +39,7 @@ def try_out(sites: int, rounds: int, keep: Path | None) -> None:
                 keep_site(kept, open_kit(moved(kit, folder)))
             _say(f"starting {sites} sites, each from its kit, and the run")
             start_run(kept, coordinator)
-            _follow(kept, coordinator / "run", folder / "flower.log")
+            follow(kept, coordinator / "run", folder / "flower.log")
             _say("stopping everything")
         result = Result(coordinator / "run")
         _say(f"done in {time.monotonic() - began:.0f} s")
@@ -88,25 +88,27 @@ def start_run(kept: Services, coordinator: Path) -> None:
         raise RunError(f"the run does not start: {said.strip().splitlines()[-1:]}")
 
 
-def _follow(kept: Services, run: Path, log: Path) -> None:
-    """Print what the coordinator says, until its run is over."""
-    seen = 0
+def follow(kept: Services, run: Path, log: Path, show: Callable[[str], None] = _say) -> None:
+    """Show what the coordinator says, until its run is over."""
+    seen, worked, directory = 0, False, RunDirectory(run)
     while True:
-        over = (run / "config.yaml").is_file() and (
-            RunDirectory(run).finished or bool(RunDirectory(run).failure)
-        )
+        works = directory.in_use()
+        over = directory.finished or bool(directory.failure)
         text = (run / LOG).read_text("utf-8") if (run / LOG).is_file() else ""
         complete = text[: text.rfind("\n") + 1].splitlines()
         for line in complete[seen:]:
             said = json.loads(line)["line"]
             if "\n" not in said:  # the table comes at the end
-                _say(f"  {said}")
+                show(f"  {said}")
         seen = len(complete)
         if over:
             break
+        if worked and not works and not directory.finished:
+            raise RunError(f"the coordinator's process is gone; Flower's own log is {log}")
+        worked = works
         kept.tend(0.3)
-    if failure := RunDirectory(run).failure:
-        raise RunError(f"{failure} (Flower's own log: {log})")
+    if directory.failure:
+        raise RunError(f"{directory.failure} (Flower's own log: {log})")
 
 
 def _gains(folder: Path) -> str:
