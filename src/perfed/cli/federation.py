@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from perfed.cli.options import JsonOption, print_json
-from perfed.flower import initialise, upkeep
+from perfed.flower import backup, initialise, upkeep
 from perfed.flower.approval import SHORT, Approvals
 from perfed.flower.kit import GATE, write_kits
 from perfed.flower.ledger import NEWEST, Ledger
@@ -215,6 +215,26 @@ def site_ledger(
     print(contents.table(None if everything else NEWEST).text())
     contents.check(ledger.path)
     print(f"\n{contents.lines} lines, none changed or missing; the last has {contents.hash}")
+
+
+SITE_FILE = Annotated[Path, typer.Argument(metavar="SITE.YAML")]
+
+
+@site.command("backup")
+def site_backup(
+    file: SITE_FILE, out: Annotated[Path, typer.Argument(metavar="FILE", help="A new .tar.gz.")]
+) -> None:
+    """The site's state in one file, also while it runs: models, progress, approvals, ledger."""
+    print(f"{out}: {backup.backup(file, out)} files; it holds the site's models: keep it safe")
+
+
+@site.command("restore")
+def site_restore(
+    file: SITE_FILE, backed_up: Annotated[Path, typer.Argument(metavar="FILE")]
+) -> None:
+    """Put a backup in the place of the site's state, which is kept under another name."""
+    replaced = backup.restore(file, backed_up)
+    print(f"restored{f'; what was here is now {replaced}' if replaced else ''}")
 
 
 @site.command("approve")

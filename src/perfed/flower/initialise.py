@@ -12,6 +12,7 @@ from pathlib import Path
 
 from perfed.core.errors import ConfigError, RunError
 from perfed.flower.agreement import sending_weights
+from perfed.flower.installing import write_services
 from perfed.flower.kit import GATE, write_kits
 from perfed.flower.protocol import public_hash
 from perfed.flower.settings import read_coordinator
@@ -178,6 +179,7 @@ def initialise(
         )
         connection = CONNECTION.format(port=port, security=security)
         _put(draft / "flwr-home" / "config.toml", connection)
+        write_services(draft / "services")
         write_kits(draft, f"{hosts[0]}:{GATE}" if hosts else "")
         draft.chmod(0o755)
         os.replace(draft, folder)  # all of it, or nothing
