@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated
 
 import typer
 
 from perfed.cli.options import JsonOption, print_json
+from perfed.core.errors import ConfigError
 from perfed.flower import backup, initialise, upkeep
 from perfed.flower.approval import SHORT, Approvals
 from perfed.flower.kit import GATE, write_kits
@@ -117,6 +121,20 @@ def federation_status(run: RUN = Path("run"), as_json: JsonOption = False) -> No
     raise typer.Exit(0 if well else 1)
 
 
+HOST = Annotated[str, typer.Option(help="Address to listen on.")]
+METRICS_PORT = Annotated[int, typer.Option(help="Port to listen on; 0: any.")]
+
+
+@federation.command("metrics")
+def federation_metrics(
+    run: RUN = Path("run"), host: HOST = "127.0.0.1", port: METRICS_PORT = 9464
+) -> None:
+    """Health and numbers of a run over HTTP, for Prometheus: /health and /metrics."""
+    metrics = _metrics()
+    numbers, health = partial(metrics.of_run, run), partial(metrics.health_of_run, run)
+    metrics.serve(metrics.application(numbers, health, "client"), host, port)
+
+
 @federation.command("rollback")
 def federation_rollback(
     to: Annotated[int, typer.Option(min=-1, help="The round after which the state was good.")],
@@ -220,6 +238,14 @@ def site_ledger(
 SITE_FILE = Annotated[Path, typer.Argument(metavar="SITE.YAML")]
 
 
+@site.command("metrics")
+def site_metrics(file: SITE_FILE, host: HOST = "127.0.0.1", port: METRICS_PORT = 9465) -> None:
+    """Health and numbers of a site over HTTP, for Prometheus: /health and /metrics."""
+    metrics = _metrics()
+    numbers, health = partial(metrics.of_site, file), partial(metrics.health_of_site, file)
+    metrics.serve(metrics.application(numbers, health, "event"), host, port)
+
+
 @site.command("backup")
 def site_backup(
     file: SITE_FILE, out: Annotated[Path, typer.Argument(metavar="FILE", help="A new .tar.gz.")]
@@ -257,6 +283,13 @@ def site_approve(
     hash, changes = waiting
     print("\n".join(["a plan waits, in which", *changes]))
     print(f"to approve it: perfed site approve {file} {hash[:SHORT]}")
+
+
+def _metrics() -> ModuleType:
+    try:
+        return importlib.import_module("perfed.flower.metrics")
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"needs {error.name}: pip install 'perfed[metrics]'") from None
 
 
 def _state(file: Path) -> Path:

@@ -1,8 +1,9 @@
 """Files that ``perfed federation init`` writes to run a federation for months: systemd's units, a
-Dockerfile, and a composition of containers."""
+Dockerfile, a composition of containers, and a dashboard for Grafana."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 UNIT = """\
@@ -78,4 +79,44 @@ def write_services(folder: Path) -> None:
         text = UNIT.format(what=what, name=name, folder=place, program=PROGRAM, words=words)
         (folder / name).write_text(text, "utf-8")
     (folder / "Dockerfile").write_text(DOCKERFILE.format(version=__version__), "utf-8")
+    (folder / "grafana.json").write_text(dashboard(), "utf-8")
     (folder / "compose.yaml").write_text(COMPOSE, "utf-8")
+
+
+def dashboard() -> str:
+    """For Grafana: a panel per number, with Prometheus as its source."""
+    panels = [
+        ("Is it well?", "perfed_run_well"),
+        ("Rounds done", "perfed_rounds_done"),
+        ("Seconds since the newest round", "time() - perfed_newest_round_seconds"),
+        ("Accuracy", "perfed_accuracy"),
+        ("Accuracy of each site", "perfed_site_accuracy"),
+        ("Seconds since each site was seen", "time() - perfed_site_seen_seconds"),
+        ("Refused answers of each site", "perfed_site_refused"),
+        ("Bytes in messages", "perfed_message_bytes"),
+    ]
+    source = {"type": "prometheus", "uid": "${source}"}
+    return json.dumps(
+        {
+            "title": "perfed federation",
+            "uid": "perfed-federation",
+            "schemaVersion": 39,
+            "refresh": "10s",
+            "time": {"from": "now-6h", "to": "now"},
+            "templating": {
+                "list": [{"name": "source", "type": "datasource", "query": "prometheus"}]
+            },
+            "panels": [
+                {
+                    "id": number + 1,
+                    "type": "timeseries",
+                    "title": title,
+                    "datasource": source,
+                    "gridPos": {"x": 12 * (number % 2), "y": 8 * (number // 2), "w": 12, "h": 8},
+                    "targets": [{"refId": "A", "expr": query, "datasource": source}],
+                }
+                for number, (title, query) in enumerate(panels)
+            ],
+        },
+        indent=1,
+    )
