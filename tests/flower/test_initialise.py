@@ -154,8 +154,8 @@ def test_the_commands_are_shown_and_a_mistake_is_one_line(
     monkeypatch.chdir(tmp_path)
     code, out, _ = perfed("federation", "init", "trial", "--tls", "--sites", "2", "--host", "link")
     assert code == 0
-    assert out.count("flower-supernode --superlink") == 2
-    assert "flwr supernode register certificates/site-1.pub" in out
+    assert out.count("perfed site start kits/site-") == 2
+    assert "perfed federation serve" in out
     assert perfed("federation", "check", "trial/coordinator.yaml")[0] == 0
     assert perfed("site", "check", "trial/site-0.yaml")[0] == 0
     text = (tmp_path / "trial" / "site-0.yaml").read_text()
@@ -169,7 +169,7 @@ def test_the_commands_are_shown_and_a_mistake_is_one_line(
     assert (code, wrong) == (2, "perfed: --certificates: no ca.crt in nowhere\n")
 
 
-@pytest.mark.parametrize("version", [None, "1.42.0", "1.4.1"])
+@pytest.mark.parametrize("version", [None, "1.43.0", "1.4.1"])
 def test_without_flower_one_line_says_what_to_install(
     version: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
+import os
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated
 
 import typer
 
-from perfed.flower import initialise, upkeep
+from perfed.cli.options import JsonOption, print_json
+from perfed.core.errors import ConfigError
+from perfed.flower import backup, initialise, upkeep
 from perfed.flower.approval import SHORT, Approvals
+from perfed.flower.kit import GATE, write_kits
 from perfed.flower.ledger import NEWEST, Ledger
+from perfed.flower.overview import look
 from perfed.flower.settings import read_site
 
 federation = typer.Typer(help="A real federation, on Flower.", no_args_is_help=True)
@@ -33,6 +41,55 @@ def federation_init(
     print("\n".join(f"  {line}" for line in lines))
 
 
+@federation.command("try")
+def federation_try(
+    sites: Annotated[int, typer.Option(min=1, max=50, help="How many sites.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="How many rounds.")] = 5,
+    keep: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Keep all files, in a new folder.")
+    ] = None,
+) -> None:
+    """A whole federation on this machine, with the digits: superlink, sites, a run, the table."""
+    initialise.require_flower()
+    from perfed.flower.services import Stopped
+    from perfed.flower.trial import try_out
+
+    try:
+        try_out(sites, rounds, keep)
+    except Stopped:
+        print("stopped; nothing is left running", flush=True)
+        raise typer.Exit(130) from None
+
+
+@federation.command("serve")
+def federation_serve(
+    folder: Annotated[
+        Path, typer.Argument(metavar="[DIR]", help="The folder that 'init' wrote.")
+    ] = Path(),
+    host: Annotated[str, typer.Option(help="Address where sites come in, with TLS.")] = "0.0.0.0",  # noqa: S104 - sites come from outside
+    port: Annotated[int, typer.Option(help="Port where sites come in, with TLS.")] = GATE,
+) -> None:
+    """The coordinator's superlink and gate, until you stop them; registers certificates/*.pub."""
+    initialise.require_flower()
+    from perfed.flower.services import serve
+
+    serve(folder, host, port)
+
+
+@federation.command("kits")
+def federation_kits(
+    folder: Annotated[
+        Path, typer.Argument(metavar="[DIR]", help="The folder that 'init' wrote.")
+    ] = Path(),
+    address: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Where sites find the federation.")
+    ] = "",
+) -> None:
+    """Pack a start-up kit for every site-*.yaml: one archive, one command at the site."""
+    for kit in write_kits(folder, address):
+        print(kit)
+
+
 @federation.command("gate")
 def federation_gate(
     certificates: Annotated[
@@ -42,7 +99,7 @@ def federation_gate(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "0.0.0.0",  # noqa: S104 - sites come from outside
     port: Annotated[int, typer.Option(help="Port that sites connect to.")] = 8443,
 ) -> None:
-    """Let sites through to the superlink, and nobody else."""
+    """Let sites through to the superlink, and nobody else; 'serve' does it, too."""
     initialise.require_flower()
     from perfed.flower.gate import serve
 
@@ -53,11 +110,29 @@ RUN = Annotated[Path, typer.Argument(metavar="[RUN]", help="The coordinator's ru
 
 
 @federation.command("status")
-def federation_status(run: RUN = Path("run")) -> None:
-    """Is a process at work on the run? Who took no part? Ends with 1 where nobody is at work."""
+def federation_status(run: RUN = Path("run"), as_json: JsonOption = False) -> None:
+    """Is a process at work on the run? Who is there? Ends with 1 where nobody is at work."""
+    if as_json:
+        state = look(run)
+        print_json(state.to_mapping(), indent=1)
+        raise typer.Exit(0 if state.well else 1)
     lines, well = upkeep.status(run)
     print("\n".join(lines))
     raise typer.Exit(0 if well else 1)
+
+
+HOST = Annotated[str, typer.Option(help="Address to listen on.")]
+METRICS_PORT = Annotated[int, typer.Option(help="Port to listen on; 0: any.")]
+
+
+@federation.command("metrics")
+def federation_metrics(
+    run: RUN = Path("run"), host: HOST = "127.0.0.1", port: METRICS_PORT = 9464
+) -> None:
+    """Health and numbers of a run over HTTP, for Prometheus: /health and /metrics."""
+    metrics = _metrics()
+    numbers, health = partial(metrics.of_run, run), partial(metrics.health_of_run, run)
+    metrics.serve(metrics.application(numbers, health, "client"), host, port)
 
 
 @federation.command("rollback")
@@ -65,7 +140,7 @@ def federation_rollback(
     to: Annotated[int, typer.Option(min=-1, help="The round after which the state was good.")],
     run: RUN = Path("run"),
 ) -> None:
-    """Let the server go on from an earlier state; 'flwr run' then goes on with the next round."""
+    """Let the server go on from an earlier state; 'start' then goes on with the next round."""
     print("\n".join(upkeep.roll_back(run, to)))
 
 
@@ -79,16 +154,22 @@ def federation_check(
 
 @federation.command("start")
 def federation_start(
-    app: Annotated[Path, typer.Argument(metavar="[APP.FAB]", help="A signed app.")] = Path(
-        initialise.SIGNED
-    ),
+    app: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[APP]", help="A signed app.fab, or a folder; default: the one that is here."
+        ),
+    ] = None,
     database: Annotated[Path, typer.Option(help="The superlink's.")] = Path("superlink.db"),
+    stream: Annotated[bool, typer.Option(help="Show what the run says.")] = True,
 ) -> None:
-    """Start a signed app, and show what it says: 'flwr run --stream' sends apps unsigned."""
+    """Start the run, or go on with it where it was, and show what it says."""
     initialise.require_flower()
     from perfed.flower.signing import start
 
-    start(app, database)
+    os.environ.setdefault("FLWR_HOME", str(Path("flwr-home").absolute()))
+    signed = Path(initialise.SIGNED)
+    start(app or (signed if signed.is_file() else Path("app")), database, stream)
 
 
 @federation.command("release")
@@ -111,6 +192,20 @@ def federation_release(
 def site_check(file: Annotated[Path, typer.Argument(metavar="SITE.YAML")]) -> None:
     """Before joining: is the data readable, does the model run, is the public set the right one?"""
     print("\n".join(initialise.check_site(file)))
+
+
+@site.command("start")
+def site_start(
+    kit: Annotated[
+        Path, typer.Argument(metavar="KIT", help="A kit, or the folder that it was unpacked to.")
+    ],
+) -> None:
+    """Take part in a federation, until you stop it. A kit is unpacked beside it at first."""
+    initialise.require_flower()
+    from perfed.flower.kit import open_kit
+    from perfed.flower.services import start_site
+
+    start_site(open_kit(kit))
 
 
 @site.command("sign")
@@ -140,6 +235,34 @@ def site_ledger(
     print(f"\n{contents.lines} lines, none changed or missing; the last has {contents.hash}")
 
 
+SITE_FILE = Annotated[Path, typer.Argument(metavar="SITE.YAML")]
+
+
+@site.command("metrics")
+def site_metrics(file: SITE_FILE, host: HOST = "127.0.0.1", port: METRICS_PORT = 9465) -> None:
+    """Health and numbers of a site over HTTP, for Prometheus: /health and /metrics."""
+    metrics = _metrics()
+    numbers, health = partial(metrics.of_site, file), partial(metrics.health_of_site, file)
+    metrics.serve(metrics.application(numbers, health, "event"), host, port)
+
+
+@site.command("backup")
+def site_backup(
+    file: SITE_FILE, out: Annotated[Path, typer.Argument(metavar="FILE", help="A new .tar.gz.")]
+) -> None:
+    """The site's state in one file, also while it runs: models, progress, approvals, ledger."""
+    print(f"{out}: {backup.backup(file, out)} files; it holds the site's models: keep it safe")
+
+
+@site.command("restore")
+def site_restore(
+    file: SITE_FILE, backed_up: Annotated[Path, typer.Argument(metavar="FILE")]
+) -> None:
+    """Put a backup in the place of the site's state, which is kept under another name."""
+    replaced = backup.restore(file, backed_up)
+    print(f"restored{f'; what was here is now {replaced}' if replaced else ''}")
+
+
 @site.command("approve")
 def site_approve(
     file: Annotated[Path, typer.Argument(metavar="SITE.YAML")],
@@ -160,6 +283,13 @@ def site_approve(
     hash, changes = waiting
     print("\n".join(["a plan waits, in which", *changes]))
     print(f"to approve it: perfed site approve {file} {hash[:SHORT]}")
+
+
+def _metrics() -> ModuleType:
+    try:
+        return importlib.import_module("perfed.flower.metrics")
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"needs {error.name}: pip install 'perfed[metrics]'") from None
 
 
 def _state(file: Path) -> Path:

@@ -13,6 +13,7 @@ from perfed.core.errors import PerfedError
 from perfed.flower import codec
 from perfed.flower.ledger import Ledger
 from perfed.flower.protocol import Envelope, Header, one_line
+from perfed.flower.saying import logging_to, say
 from perfed.flower.settings import read_site
 from perfed.flower.site import Site, refuse
 
@@ -33,20 +34,17 @@ def _answer(message: FlowerMessage, context: Context) -> Envelope:
         options = read_site(path)
     except PerfedError as error:  # then nobody knows where the ledger is
         reason = one_line(str(error))
-        _say(f"refused: {reason}")
+        say(f"refused: {reason}")
         return task.refuse(reason)
     folder = path.absolute().parent
     ledger = Ledger(folder / options.state)
+    tell = logging_to(folder / options.state)
     try:
         task = codec.decode(message.content, options.agrees.bytes_in)
-        return Site(options, folder, _say).answer(task)
+        return Site(options, folder, tell).answer(task)
     except PerfedError as error:
-        return refuse(task, str(error), ledger, _say)
+        return refuse(task, str(error), ledger, tell)
     except Exception as error:  # the site's own model or data: the details stay at the site
         traceback.print_exc()
         reason = f"failed with {type(error).__name__}; its log says more"
-        return refuse(task, reason, ledger, _say)
-
-
-def _say(line: str) -> None:
-    print(f"perfed: {line}", flush=True)
+        return refuse(task, reason, ledger, tell)

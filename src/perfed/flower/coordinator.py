@@ -79,6 +79,9 @@ from perfed.runs.directory import FEDERATION, RunDirectory, environment
 from perfed.runs.result import Result
 from perfed.runs.settings import changes, read_experiment, text_of
 
+PRESENCE = "presence.json"  # in the run directory: who was seen when
+PRESENCE_SECONDS = 5.0  # after which it is written anew
+MOST_NAMED = 5  # clients that a round's line names as missing
 RELEASED = "released"  # in the run directory: for a number, the name of the site that may have it
 
 
@@ -142,6 +145,7 @@ class FederatedRun(Coordinator):
         self.membership.has_trained = lambda client: client in self.progress.trained
         self.membership.is_released = self._is_released
         self.membership.changed = self._write_members
+        self._presence_written = -float("inf")
         self.watch = Watch()
         self.conduct = Conduct(options.set_aside_after, options.set_aside_rounds)
 
@@ -185,13 +189,29 @@ class FederatedRun(Coordinator):
                 for client in waiting.values():
                     self._leave_out(client, nodes[client], late)
                 break
-            self.membership.look()
+            self._look()
             for name, client in list(waiting.items()):
                 if self.membership.has_moved(client, nodes[client]):
                     del waiting[name]
                     self._leave_out(client, nodes[client], "was started anew")
             time.sleep(self.options.poll)
         return [answers.get(task.client) for task in jobs]
+
+    def _look(self) -> None:
+        """Who is there; and for whoever asks, also when this process is gone, when each was."""
+        self.membership.look()
+        if time.monotonic() - self._presence_written >= PRESENCE_SECONDS:
+            self._write_presence()
+
+    def _write_presence(self) -> None:
+        self._presence_written = time.monotonic()
+        content = {
+            "time": time.time(),
+            "there": self.membership.present(),
+            "seen": {str(client): seen for client, seen in sorted(self.membership.seen.items())},
+            "kept_out": self.membership.kept_out,
+        }
+        self._directory.write_json(PRESENCE, content)
 
     def _leave_out(self, client: int, node: int, reason: str) -> None:
         self._say(f"client {client} is left out: {reason}")
@@ -248,7 +268,7 @@ class FederatedRun(Coordinator):
         """Until ``count`` sites are there, or the time is over."""
         began = said = time.monotonic()
         while True:
-            self.membership.look()
+            self._look()
             there = set(self.membership.present()) - set(without)
             now = time.monotonic()
             if len(there) >= count or now - began >= seconds:
@@ -388,6 +408,7 @@ class FederatedRun(Coordinator):
         if self._accuracy is not None:
             seen["validation_accuracy"] = self._accuracy
         facts = self._absence(clients) | {"watched": seen}
+        self._write_presence()
         suspect = self.watch.note(round, seen)
         for sign in suspect:
             self._say(f"WARNING: round {round}: {sign}; {self._way_back()}")
@@ -497,6 +518,13 @@ class FederatedRun(Coordinator):
         self._directory.write_json("partition.json", {"clients": clients})
 
 
+def missing(absent: Mapping[str, str]) -> str:
+    """For a round's line."""
+    shown = [f"client {client} ({why})" for client, why in list(absent.items())[:MOST_NAMED]]
+    more = len(absent) - len(shown)
+    return f"; missing: {', '.join(shown)}{f' and {more} more' if more else ''}" if absent else ""
+
+
 class Lines(Callback):
     """A line for every round."""
 
@@ -510,7 +538,7 @@ class Lines(Callback):
         accuracy = "" if report.accuracy is None else f"accuracy {100 * report.accuracy:.1f} %, "
         self._say(
             f"round {report.round + 1}/{report.experiment.rounds}: {accuracy}"
-            f"{report.traffic.bytes:,} bytes so far, {report.seconds:.1f} s"
+            f"{report.traffic.bytes:,} bytes so far, {report.seconds:.1f} s{missing(report.absent)}"
         )
 
     def on_end(self, result: Result) -> None:

@@ -47,8 +47,11 @@ TOO_SOON = (
     "just stopped, start it again in a minute."
 )
 UNKNOWN = (
-    "This key is not registered at the coordinator ('flwr supernode register'); or a site with it "
-    "was connected until a minute ago: then start it again in a minute."
+    "This key is not registered at the coordinator: its public part goes into 'certificates' there."
+)
+OR_TOO_SOON = (
+    " Or a site with it was connected when this gate was started, {age:.0f} s ago: then start it "
+    "again in a minute."
 )
 
 
@@ -65,6 +68,7 @@ def gate(superlink: str, certificates: Path) -> Starlette:
         timeout=PATIENCE,
         limits=httpx.Limits(max_connections=None),  # the listener has its own
     )
+    began = time.monotonic()
     seen: dict[str, float] = {}  # keys that the superlink knows, and when they were last here
 
     async def refuse(request: Request) -> Response:
@@ -96,7 +100,7 @@ def gate(superlink: str, certificates: Path) -> Starlette:
         if path == ACTIVATE and answer.status_code == 412:
             await answer.aclose()
             ago = time.monotonic() - seen.get(key, -float("inf"))
-            why = TOO_SOON.format(ago=ago) if ago < FORGETS else UNKNOWN
+            why = TOO_SOON.format(ago=ago) if ago < FORGETS else _unknown(began)
             return JSONResponse(_flower_error(why), 412)
         if answer.is_success and key:
             if len(seen) >= MOST_SEEN:  # a superlink that asks for no keys lets any pass
@@ -133,6 +137,12 @@ async def _content(answer: httpx.Response) -> AsyncIterator[bytes]:
             yield piece
     finally:
         await answer.aclose()
+
+
+def _unknown(began: float) -> str:
+    """A gate that is old enough has seen every site that Flower still counts as connected."""
+    age = time.monotonic() - began
+    return UNKNOWN + (OR_TOO_SOON.format(age=age) if age < FORGETS else "")
 
 
 def _flower_error(why: str) -> dict[str, int | str]:

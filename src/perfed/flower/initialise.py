@@ -12,12 +12,15 @@ from pathlib import Path
 
 from perfed.core.errors import ConfigError, RunError
 from perfed.flower.agreement import sending_weights
+from perfed.flower.installing import write_services
+from perfed.flower.kit import GATE, write_kits
 from perfed.flower.protocol import public_hash
 from perfed.flower.settings import read_coordinator
 from perfed.flower.site import Site
 
-FLOWER = "1.41"
+FLOWER = ("1.41", "1.42")
 SIGNED = "app.fab"
+PORT = 8000  # of the superlink, for its own machine alone
 MODELS = ("{name: mlp, hidden: [32]}", "{name: mlp, hidden: [128]}", "{name: cnn, batchnorm: true}")
 
 APP = """\
@@ -68,7 +71,7 @@ public:
 experiment:
   name: {name}        # sites name the run they take part in
   seed: 0
-  rounds: 10
+  rounds: {rounds}
   clients: {sites}          # how many sites there are, numbered 0 … {last}
   clients_per_round: {sites}
   selection: by-size  # or uniform
@@ -133,7 +136,7 @@ CONNECTION = """\
 default = "perfed"
 
 [superlink.perfed]
-address = "127.0.0.1:8000"
+address = "127.0.0.1:{port}"
 {security}
 """
 
@@ -143,13 +146,16 @@ def require_flower() -> None:
         version = metadata.version("flwr")
     except metadata.PackageNotFoundError:
         raise ConfigError("a federation needs Flower: pip install 'perfed[flower]'") from None
-    if not version.startswith(f"{FLOWER}."):
+    if ".".join(version.split(".")[:2]) not in FLOWER:
+        needed = " or ".join(FLOWER)
         raise ConfigError(
-            f"a federation needs Flower {FLOWER}, here is {version}: pip install 'perfed[flower]'"
+            f"a federation needs Flower {needed}, here is {version}: pip install 'perfed[flower]'"
         )
 
 
-def initialise(folder: Path, sites: int, tls: bool, hosts: list[str]) -> list[str]:
+def initialise(
+    folder: Path, sites: int, tls: bool, hosts: list[str], port: int = PORT, rounds: int = 10
+) -> list[str]:
     """Write the files; returns the commands that start a federation from them."""
     require_flower()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -158,7 +164,7 @@ def initialise(folder: Path, sites: int, tls: bool, hosts: list[str]) -> list[st
     folder.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
-        _write(draft, folder, sites, tls)
+        _write(draft, folder, sites, tls, rounds)
         if tls:
             from perfed.flower.certificates import write_certificates
             from perfed.flower.signing import build, sign
@@ -171,19 +177,23 @@ def initialise(folder: Path, sites: int, tls: bool, hosts: list[str]) -> list[st
             if tls
             else "insecure = true"
         )
-        _put(draft / "flwr-home" / "config.toml", CONNECTION.format(security=security))
+        connection = CONNECTION.format(port=port, security=security)
+        _put(draft / "flwr-home" / "config.toml", connection)
+        write_services(draft / "services")
+        write_kits(draft, f"{hosts[0]}:{GATE}" if hosts else "")
         draft.chmod(0o755)
         os.replace(draft, folder)  # all of it, or nothing
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
-    return commands(folder, sites, tls)
+    return commands(folder, sites)
 
 
-def _write(draft: Path, folder: Path, sites: int, tls: bool) -> None:
+def _write(draft: Path, folder: Path, sites: int, tls: bool, rounds: int) -> None:
     coordinator = COORDINATOR.format(
         name=folder.name,
         sites=sites,
+        rounds=rounds,
         last=sites - 1,
         clusters=min(2, sites),
         node_keys=str(tls).lower(),
@@ -211,28 +221,11 @@ def _put(path: Path, text: str) -> None:
     path.write_text(text, "utf-8")
 
 
-def commands(folder: Path, sites: int, tls: bool) -> list[str]:
+def commands(folder: Path, sites: int) -> list[str]:
     """For one machine, each in a terminal of its own."""
-    certificates = "certificates"
-    link = "flower-superlink --disable-runtime-dependency-installation --database superlink.db"
-    node = "flower-supernode --superlink 127.0.0.1:8000"
-    if tls:
-        link += f" --ssl-ca-certfile {certificates}/ca.crt --ssl-certfile {certificates}/server.crt"
-        link += f" --ssl-keyfile {certificates}/server.key --enable-supernode-auth"
-        node += f" --root-certificates {certificates}/ca.crt"
-        node += f" --trusted-entities {certificates}/trusted-entities.yaml"
-    else:
-        link += " --insecure"
-        node += " --insecure"
-    quiet = "FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1"
-    lines = [f"cd {folder} && export FLWR_HOME=$PWD/flwr-home {quiet}", link]
-    if tls:
-        lines += [f"flwr supernode register {certificates}/site-{n}.pub" for n in range(sites)]
-    for client in range(sites):
-        key = f" --auth-supernode-private-key {certificates}/site-{client}" if tls else ""
-        config = f"--node-config 'site=\"site-{client}.yaml\"'"
-        lines.append(f"{node}{key} --port {9094 + client} {config}")
-    return [*lines, "perfed federation start" if tls else "flwr run app --stream"]
+    lines = [f"cd {folder}", "perfed federation serve"]
+    lines += [f"perfed site start kits/site-{client}.tar.gz" for client in range(sites)]
+    return [*lines, "perfed federation start"]
 
 
 def check_coordinator(path: Path) -> list[str]:

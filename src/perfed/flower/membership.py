@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
@@ -20,6 +21,8 @@ WIDEST = 10**7  # features that its network may give
 SHORT = 8  # characters of a site's name: the rest is its secret
 LONGEST_NAME = 200  # characters of its architecture's name, and of its own
 INVITED_AGAIN = 10.0  # seconds after which a node that does not answer is first asked once more
+LONGEST_PAUSE = 30.0  # and at most after which
+MOST_REFUSED = 20  # nodes that may not join, and why, to be shown
 
 
 class Unreadable(str):
@@ -86,7 +89,7 @@ class _Asked:
     """The invitations that may still be answered, by what the transport calls them."""
     again: float
     """When it is asked again."""
-    patience: float = 0.0
+    pause: float = INVITED_AGAIN
     """And how long after that once more."""
 
 
@@ -96,8 +99,9 @@ _NEVER = _Asked({}, -float("inf"))
 class Membership:
     """Which node is which client. A node is asked to join when it is first seen, and again after
     it was left out of a round. Where it does not answer, which it cannot when it is just being
-    started again, it is asked once more after ten seconds, twenty, forty, …: a site misses about
-    as much time as it was away, and one that is slow is not buried in invitations."""
+    started again, it is asked once more after ten seconds, and then at least every half minute,
+    whatever the round is doing: a site that was away is soon there. What it did not fetch is
+    forgotten meanwhile, so one that is slow is not buried in invitations."""
 
     def __init__(
         self, transport: Transport, invitation: Envelope, options: CoordinatorOptions, say: Say
@@ -111,6 +115,10 @@ class Membership:
         self.is_released: Callable[[int, str], bool] = lambda client, name: False
         """Whether somebody has said that this number is for the site of that name from now on."""
         self.changed: Callable[[], None] = lambda: None
+        self.seen: dict[int, float] = {}
+        """When each client was last connected, in seconds since 1970."""
+        self.kept_out: dict[str, str] = {}
+        """Who may not join, and why."""
         self._transport = transport
         self._invitation = invitation
         self._options = options
@@ -124,6 +132,7 @@ class Membership:
         """See who is connected, take in who has answered, and invite whoever has not joined."""
         self._connected = set(self._transport.nodes())
         self._node_of = {c: n for c, n in self._node_of.items() if n in self._connected}
+        self.seen |= dict.fromkeys(self._node_of, time.time())
         waiting = {name: node for node, asked in self._asked.items() for name in asked.tasks}
         for name, answer in self._transport.receive(waiting).items() if waiting else ():
             node = waiting[name]
@@ -135,6 +144,9 @@ class Membership:
                 self._take_in(node, task, answer)
             except PerfedError as error:
                 self._say(f"{self._name(node)} may not join: {error}")
+                self.kept_out[self._name(node)] = str(error)
+                for name in list(self.kept_out)[:-MOST_REFUSED]:
+                    del self.kept_out[name]
                 if was_given(answer):
                     self._tell(node, str(error))
         for node in self._connected - set(self._node_of.values()):
@@ -143,14 +155,19 @@ class Membership:
 
     def _invite(self, node: int) -> None:
         deadline = self._options.deadline
-        asked = self._asked.setdefault(node, _Asked({}, 0.0, min(INVITED_AGAIN, deadline)))
+        asked = self._asked.setdefault(node, _Asked({}, 0.0))
         invitation = dataclasses.replace(self._invitation, header=new_task(self._invitation.header))
+        asked.pause = min(asked.pause, deadline)
         try:
-            asked.tasks[self._transport.send(node, invitation, deadline)] = invitation.header
+            name = self._transport.send(node, invitation, asked.pause)
+            asked.tasks[name] = invitation.header
         except PerfedError as error:
             self._say(f"{self._name(node)} cannot be asked to join: {error}")
-        asked.again = time.monotonic() + asked.patience
-        asked.patience = min(2 * asked.patience, deadline)
+        # One that was fetched may be answered for as long as a round takes.
+        for old in list(asked.tasks)[: -1 - math.ceil(deadline / asked.pause)]:
+            del asked.tasks[old]
+        asked.again = time.monotonic() + asked.pause
+        asked.pause = min(2 * asked.pause, LONGEST_PAUSE)
 
     def _tell(self, node: int, reason: str) -> None:
         """A site would not know why nothing comes. What it says to that does not matter."""
@@ -212,7 +229,10 @@ class Membership:
         self.admit(member)
         self.members[client] = member
         self._node_of[client] = node
+        self.kept_out.pop(self._name(node), None)
         self._was[node] = client
+        self.kept_out.pop(self._name(node), None)
+        self.seen[client] = time.time()
         self._asked.pop(node, None)
         if numbers:
             self.numbers[client] = numbers

@@ -16,6 +16,8 @@ from perfed.flower.certificates import fingerprint
 from perfed.flower.coordinator import coordinate
 from perfed.flower.membership import Answer, Unreadable
 from perfed.flower.protocol import EVALUATE, JOIN, NOTICE, Envelope
+from perfed.flower.saying import logging_to, say
+from perfed.flower.settings import read_coordinator
 
 app = ServerApp()
 CLOCKS = 60.0  # seconds by which the clocks of two machines may differ
@@ -24,10 +26,12 @@ CLOCKS = 60.0  # seconds by which the clocks of two machines may differ
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     path = Path(str(context.run_config["coordinator"]))
+    tell = say
     try:
-        coordinate(path, FlowerTransport(grid), _say)
+        tell = logging_to(path.absolute().parent / read_coordinator(path).directory)
+        coordinate(path, FlowerTransport(grid), tell)
     except PerfedError as error:
-        _say(str(error))
+        tell(str(error))
         logging.getLogger("flwr").addFilter(_without_traceback)
         raise
 
@@ -37,10 +41,6 @@ def _without_traceback(record: logging.LogRecord) -> bool:
     if record.exc_info and isinstance(record.exc_info[1], PerfedError):
         record.exc_info = None
     return True
-
-
-def _say(line: str) -> None:
-    print(f"perfed: {line}", flush=True)
 
 
 class FlowerTransport:

@@ -263,7 +263,7 @@ class CoordinatorOptions(Options):
         1, "smallest number of answers; with fewer, the round is tried again", ge=1
     )
     start_with: int = option(0, "number of sites to wait for before the first round; 0: all", ge=0)
-    poll: float = option(1.0, "seconds between two checks for answers", gt=0)
+    poll: float = option(0.3, "seconds between two checks for answers", gt=0)
     node_keys: bool = option(
         False, "sites have registered keys (TLS): a client's number belongs to a key"
     )

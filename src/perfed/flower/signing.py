@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import importlib
 import json
 import time
 import tomllib
@@ -78,6 +79,19 @@ def check_without_code(content: bytes) -> dict[str, Any]:
     return project
 
 
+def run_nothing_else() -> None:
+    """In this process and those that it forks, a site's Flower runs no app with code of its own,
+    whoever has signed it. Flower unpacks an app with this function before it looks into it."""
+    module = importlib.import_module("flwr.supernode.runtime.run_clientapp")
+    install = module.install_from_fab
+
+    def checked(content: bytes | Path, *rest: Any, **more: Any) -> Any:
+        check_without_code(content if isinstance(content, bytes) else content.read_bytes())
+        return install(content, *rest, **more)
+
+    module.install_from_fab = checked  # type: ignore[attr-defined]
+
+
 def sign(app: Path, key: Path) -> list[str]:
     """Sign ``app.fab``: adds to the signatures beside it, and writes beside the key whom a site
     with this key trusts. Returns what was signed."""
@@ -117,9 +131,9 @@ def signatures_of(app: Path) -> dict[str, Any]:
     return signatures
 
 
-def start(app: Path, database: Path) -> None:
-    """What ``flwr run --stream`` does with a folder, with a signed app: starts the run, and shows
-    what it says until it ends."""
+def start(app: Path, database: Path, show: bool = True) -> int:
+    """Starts the run of an app: of a folder, as ``flwr run`` does, or of a signed ``app.fab``.
+    Shows what it says until it ends. Returns Flower's number of the run."""
     from flwr.cli.flower_config import read_superlink_connection
     from flwr.cli.log import start_stream
     from flwr.cli.utils import flwr_cli_exc_handler, init_http_client_from_connection
@@ -127,29 +141,39 @@ def start(app: Path, database: Path) -> None:
     from flwr.proto.control_pb2 import StartRunRequest
     from flwr.supercore.fab import Fab
 
-    content = _read(app)
+    content = build(app) if app.is_dir() else _read(app)
     project = check_without_code(content)
+    if app.is_dir():
+        app_id, fab = "", Fab(hashlib.sha256(content).hexdigest(), content, {})
+    else:
+        app_id = f"@{project['tool']['flwr']['app']['publisher']}/{project['project']['name']}"
+        fab = Fab(_store_signed(app, content, app_id, database), b"", {})
+    try:
+        client = init_http_client_from_connection(read_superlink_connection(None))
+        try:
+            asked = StartRunRequest(fab=fab_to_proto(fab), app_spec=app_id)
+            with flwr_cli_exc_handler():
+                answer = client.StartRun(asked)
+            if not answer.HasField("run_id"):
+                raise RunError("the superlink does not start the run; its log says more")
+            run_id: int = answer.run_id
+            print(f"run {run_id} is started", flush=True)
+            if show:
+                start_stream(run_id, client)
+            return run_id
+        finally:
+            client.close()
+    except click.ClickException as error:
+        raise RunError(error.format_message()) from None
+
+
+def _store_signed(app: Path, content: bytes, app_id: str, database: Path) -> str:
     signatures = signatures_of(app)
     if not signatures:
         raise RunError(f"nobody has signed {app}: 'perfed site sign {app} --key KEY' does")
     if not database.is_file():
         raise RunError(f"no {database}: start the superlink with '--database {database}' first")
-    app_id = f"@{project['tool']['flwr']['app']['publisher']}/{project['project']['name']}"
-    fab_hash = _store(content, signatures, app_id, database)
-    try:
-        client = init_http_client_from_connection(read_superlink_connection(None))
-        try:
-            asked = StartRunRequest(fab=fab_to_proto(Fab(fab_hash, b"", {})), app_spec=app_id)
-            with flwr_cli_exc_handler():
-                answer = client.StartRun(asked)
-            if not answer.HasField("run_id"):
-                raise RunError("the superlink does not start the run; its log says more")
-            print(f"run {answer.run_id} is started", flush=True)
-            start_stream(answer.run_id, client)
-        finally:
-            client.close()
-    except click.ClickException as error:
-        raise RunError(error.format_message()) from None
+    return _store(content, signatures, app_id, database)
 
 
 def _store(content: bytes, signatures: dict[str, Any], app_id: str, database: Path) -> str:

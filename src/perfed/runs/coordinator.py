@@ -53,6 +53,8 @@ class RoundReport:
     seconds: float
     evaluation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The round's averages by model kind, where it was evaluated."""
+    absent: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Who took no part and why, where clients are sites."""
 
 
 class Callback:
@@ -255,13 +257,14 @@ class Coordinator(ABC):
             self._evaluation_channel = Channel()
             if (round + 1) % experiment.evaluate_every == 0 or round + 1 == experiment.rounds:
                 evaluation = yield from self._evaluate(round, directory)
+            facts = self._facts(clients)
             directory.append(
                 "rounds.jsonl",
                 {
                     "round": round,
                     "clients": clients,
                     "learning_rate": experiment.training.learning_rate_at(round, experiment.rounds),
-                    **self._facts(clients),
+                    **facts,
                     **self._refusal_facts(),
                     **self._server_facts(),
                     "traffic": traffic,
@@ -282,7 +285,10 @@ class Coordinator(ABC):
                     wait = max(wait, (last_saved - began_saving) / CHECKPOINT_SHARE)
             accuracy = headline(evaluation)["test_accuracy"] if evaluation else None
             seconds = time.monotonic() - began
-            report = RoundReport(experiment, round, accuracy, channel.total, seconds, evaluation)
+            absent = facts.get("absent", {})
+            report = RoundReport(
+                experiment, round, accuracy, channel.total, seconds, evaluation, absent
+            )
             for callback in self.callbacks:
                 callback.on_round(report)
             if stopping:

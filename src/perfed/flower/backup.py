@@ -1,0 +1,84 @@
+"""A site's state in one file, and back: before an upgrade, and after a disk is lost."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import os
+import shutil
+import tarfile
+import tempfile
+import time
+from pathlib import Path
+
+from packaging.version import Version
+
+import perfed
+from perfed.core.errors import RunError
+from perfed.core.tensorfile import write_atomically
+from perfed.flower.settings import read_site
+
+VERSION = "perfed-version"
+STATE = "state"
+LOCK = ".lock"
+
+
+def state_of(site: Path) -> Path:
+    return site.absolute().parent / read_site(site).state
+
+
+def backup(site: Path, file: Path) -> int:
+    """All of the state as it is between two tasks; returns how many files. A file that is there
+    already is never replaced."""
+    state = state_of(site)
+    if file.exists():
+        raise RunError(f"{file} exists already: choose another")
+    if not state.is_dir():
+        raise RunError(f"no {state}: this site has done nothing yet")
+    content = io.BytesIO()
+    with open(state / LOCK, "w") as lock, tarfile.open(fileobj=content, mode="w:gz") as archive:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # a task that is being done ends first
+        version = perfed.__version__.encode()
+        entry = tarfile.TarInfo(VERSION)
+        entry.size = len(version)
+        archive.addfile(entry, io.BytesIO(version))
+        paths = [path for path in sorted(state.rglob("*")) if path.name != LOCK]
+        for path in paths:
+            archive.add(path, f"{STATE}/{path.relative_to(state)}", recursive=False)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, content.getvalue())
+    file.chmod(0o600)  # models, and the site's secret name
+    return sum(path.is_file() for path in paths)
+
+
+def restore(site: Path, file: Path) -> Path | None:
+    """The state as it was; returns where the one is that was here."""
+    state = state_of(site)
+    state.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{state.name}.", dir=state.parent))
+    try:
+        with tarfile.open(file) as archive:
+            archive.extractall(draft, filter="data")
+        if not (draft / STATE).is_dir() or not (draft / VERSION).is_file():
+            raise RunError(f"{file} is no backup of a site: 'perfed site backup' makes one")
+        made_by = (draft / VERSION).read_text("utf-8")
+        if Version(made_by) > Version(perfed.__version__):
+            raise RunError(
+                f"{file} was made by perfed {made_by}, here is {perfed.__version__}: "
+                f"install perfed {made_by} first, or restore an older backup"
+            )
+        replaced = None
+        if state.exists():
+            with open(state / LOCK, "w") as lock:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError:
+                    raise RunError("the site is at work: stop it first") from None
+                replaced = state.with_name(f"{state.name}.replaced-{time.time_ns()}")
+                os.replace(state, replaced)
+        os.replace(draft / STATE, state)
+        return replaced
+    except (tarfile.TarError, EOFError, ValueError) as error:
+        raise RunError(f"{file} is no backup of a site: {error}") from None
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)

@@ -1,0 +1,122 @@
+"""Files that ``perfed federation init`` writes to run a federation for months: systemd's units, a
+Dockerfile, a composition of containers, and a dashboard for Grafana."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+UNIT = """\
+# {what}. Copy it to /etc/systemd/system, then: systemctl enable --now {name}
+[Unit]
+Description={what}
+After=network-online.target
+Wants=network-online.target
+
+[Service]
+User=perfed
+WorkingDirectory={folder}
+ExecStart={program} {words}
+Restart=always
+RestartSec=5
+# It writes in its own folder alone, and gains no rights.
+NoNewPrivileges=true
+ProtectSystem=strict
+ReadWritePaths={folder}
+PrivateTmp=true
+
+[Install]
+WantedBy=multi-user.target
+"""
+PLACE = "/srv/perfed"
+PROGRAM = f"{PLACE}/venv/bin/perfed"
+UNITS = {
+    "perfed-coordinator.service": (
+        "The coordinator of a perfed federation",
+        f"{PLACE}/coordinator",
+        "federation serve",
+    ),
+    "perfed-site.service": ("A site of a perfed federation", f"{PLACE}/site", "site start ."),
+}
+
+DOCKERFILE = """\
+# perfed and Flower, for a coordinator or a site: the folder of either is mounted at /federation.
+FROM python:3.11-slim
+RUN pip install --no-cache-dir 'perfed[flower,metrics]=={version}' \\
+ && useradd --create-home --uid 10001 perfed
+USER perfed
+WORKDIR /federation
+ENTRYPOINT ["perfed"]
+CMD ["federation", "serve"]
+"""
+
+COMPOSE = """\
+# The coordinator: 'docker compose up --build' in this folder. A site has a folder of its own, in
+# which its kit was unpacked; there: docker run -v $PWD:/federation perfed site start .
+services:
+  coordinator:
+    build: .
+    image: perfed
+    command: ["federation", "serve"]
+    volumes:
+      - ..:/federation
+    ports:
+      - "8443:8443"
+    restart: unless-stopped
+    healthcheck:
+      test: ["CMD", "perfed", "federation", "status"]
+      interval: 60s
+      timeout: 30s
+"""
+
+
+def write_services(folder: Path) -> None:
+    """Into a new folder."""
+    from perfed import __version__
+
+    folder.mkdir()
+    for name, (what, place, words) in UNITS.items():
+        text = UNIT.format(what=what, name=name, folder=place, program=PROGRAM, words=words)
+        (folder / name).write_text(text, "utf-8")
+    (folder / "Dockerfile").write_text(DOCKERFILE.format(version=__version__), "utf-8")
+    (folder / "grafana.json").write_text(dashboard(), "utf-8")
+    (folder / "compose.yaml").write_text(COMPOSE, "utf-8")
+
+
+def dashboard() -> str:
+    """For Grafana: a panel per number, with Prometheus as its source."""
+    panels = [
+        ("Is it well?", "perfed_run_well"),
+        ("Rounds done", "perfed_rounds_done"),
+        ("Seconds since the newest round", "time() - perfed_newest_round_seconds"),
+        ("Accuracy", "perfed_accuracy"),
+        ("Accuracy of each site", "perfed_site_accuracy"),
+        ("Seconds since each site was seen", "time() - perfed_site_seen_seconds"),
+        ("Refused answers of each site", "perfed_site_refused"),
+        ("Bytes in messages", "perfed_message_bytes"),
+    ]
+    source = {"type": "prometheus", "uid": "${source}"}
+    return json.dumps(
+        {
+            "title": "perfed federation",
+            "uid": "perfed-federation",
+            "schemaVersion": 39,
+            "refresh": "10s",
+            "time": {"from": "now-6h", "to": "now"},
+            "templating": {
+                "list": [{"name": "source", "type": "datasource", "query": "prometheus"}]
+            },
+            "panels": [
+                {
+                    "id": number + 1,
+                    "type": "timeseries",
+                    "title": title,
+                    "datasource": source,
+                    "gridPos": {"x": 12 * (number % 2), "y": 8 * (number // 2), "w": 12, "h": 8},
+                    "targets": [{"refId": "A", "expr": query, "datasource": source}],
+                }
+                for number, (title, query) in enumerate(panels)
+            ],
+        },
+        indent=1,
+    )

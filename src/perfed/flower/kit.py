@@ -1,0 +1,175 @@
+"""A site's start-up kit: one archive that the coordinator makes, one command at the site.
+
+    site.yaml              the site's configuration, as ``site-0.yaml`` at the coordinator
+    link.yaml              where the federation is
+    ca.crt                 with TLS: whom to believe that it is the federation
+    key, key.pub           with TLS: the site's key, if the coordinator has made one to try things
+                           out; else the site makes its own at its first start
+    trusted-entities.yaml  with TLS: who signs the app
+    README.txt             what to do
+
+and the file of public samples, where ``site.yaml`` names one.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import tarfile
+import tempfile
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from perfed.config import read_mapping
+from perfed.core.errors import ConfigError, RunError
+from perfed.core.schema import Options, from_mapping, option
+from perfed.core.tensorfile import write_atomically
+from perfed.flower.settings import read_site
+
+KITS = "kits"
+SITE, LINK, KEY, TRUSTED = "site.yaml", "link.yaml", "key", "trusted-entities.yaml"
+AUTHORITY = "ca.crt"
+ENDING = ".tar.gz"
+GATE = 8443  # the port that sites come to
+
+LINK_FILE = """\
+# Where this site finds the federation. Only 'perfed site start' reads it.
+superlink: {superlink}
+tls: {tls}
+"""
+
+README = """\
+This is everything that site {client} needs to take part in '{run}'.
+
+  1. pip install 'perfed[flower]=={version}'
+  2. put your data and your network into site.yaml; 'perfed site check {name}/site.yaml' says
+     whether all is well. Read 'agrees' there: it says what the coordinator may ask of you.
+  3. perfed site start {name}
+
+The last command runs until you stop it (Ctrl-C, or systemd). It opens no port to others.
+Nothing of your data leaves; 'perfed site ledger {name}/site.yaml' shows what did.
+Back up the folder 'state' that site.yaml names: 'perfed site backup {name}/site.yaml FILE'.
+"""
+
+
+@dataclass(frozen=True)
+class Link(Options):
+    """Where a site finds the federation."""
+
+    superlink: str = option("", "host:port of the coordinator's gate")
+    tls: bool = option(True, "whether TLS is spoken there")
+
+    def validate(self) -> None:
+        host, _, port = self.superlink.rpartition(":")
+        if not host or not port.isdecimal():
+            raise ConfigError(f"'{self.superlink}' is not host:port", "superlink")
+
+
+def read_link(folder: Path) -> Link:
+    path = folder / LINK
+    if not path.is_file():
+        raise ConfigError(f"no {LINK} in {folder}: 'perfed federation kits' makes a site's folder")
+    try:
+        return from_mapping(Link, read_mapping(path))
+    except ConfigError as error:
+        raise ConfigError(f"{error} (in {path})") from None
+
+
+def superlink_address(folder: Path) -> str:
+    """Where the coordinator's own superlink is, as ``init`` wrote it for ``flwr``."""
+    path = folder / "flwr-home" / "config.toml"
+    try:
+        links = tomllib.loads(path.read_text("utf-8"))["superlink"]
+        address: str = links[links["default"]]["address"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"cannot read the superlink's address in {path} ({type(error).__name__}): "
+            "is this the folder that 'perfed federation init' wrote?"
+        ) from None
+    return address
+
+
+def write_kits(folder: Path, address: str = "") -> list[Path]:
+    """An archive for every ``site-N.yaml`` of the coordinator's folder."""
+    from perfed import __version__
+
+    certificates = folder / "certificates"
+    tls = certificates.is_dir()
+    address = address or (f"127.0.0.1:{GATE}" if tls else superlink_address(folder))
+    kits = []
+    for path in sorted(folder.glob("site-*.yaml")):
+        name, site = path.stem, read_site(path)
+        files = {
+            SITE: path.read_bytes(),
+            LINK: LINK_FILE.format(superlink=address, tls=str(tls).lower()).encode(),
+            "README.txt": README.format(
+                client=site.client, run=site.run, version=__version__, name=name
+            ).encode(),
+        }
+        if site.public.file:
+            files[PurePosixPath(site.public.file).as_posix()] = _public(folder, site.public.file)
+        if tls:
+            sources = {
+                AUTHORITY: AUTHORITY,
+                TRUSTED: TRUSTED,
+                KEY: name,
+                f"{KEY}.pub": f"{name}.pub",
+            }
+            for kept, source in sources.items():
+                if (certificates / source).is_file():
+                    files[kept] = (certificates / source).read_bytes()
+        kit = folder / KITS / f"{name}{ENDING}"
+        kit.parent.mkdir(exist_ok=True)
+        kit.parent.chmod(0o700)  # there may be keys in them
+        write_atomically(kit, _archive(name, files))
+        kits.append(kit)
+    if not kits:
+        raise RunError(f"no site-*.yaml in {folder}: 'perfed federation init' writes them")
+    return kits
+
+
+def _public(folder: Path, file: str) -> bytes:
+    path = PurePosixPath(file)
+    if path.is_absolute() or ".." in path.parts:
+        raise ConfigError(f"{file}: a kit holds files of the coordinator's folder", "public.file")
+    if not (folder / file).is_file():
+        raise ConfigError(f"no {folder / file}: put the public set there", "public.file")
+    return (folder / file).read_bytes()
+
+
+def _archive(name: str, files: dict[str, bytes]) -> bytes:
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w:gz") as archive:
+        for file, data in files.items():
+            entry = tarfile.TarInfo(f"{name}/{file}")
+            entry.size, entry.mode = len(data), 0o600 if file == KEY else 0o644
+            archive.addfile(entry, io.BytesIO(data))
+    return content.getvalue()
+
+
+def open_kit(path: Path) -> Path:
+    """A site's folder: unpacked beside the archive at the first time, as it is from then on."""
+    if path.is_dir():
+        return path
+    if not path.is_file():
+        raise ConfigError(f"no {path}: give a kit, or the folder that it was unpacked to")
+    folder = path.absolute().with_name(path.name.removesuffix(ENDING))
+    if folder.is_dir():
+        return folder
+    if folder == path.absolute():
+        raise ConfigError(f"{path} is no kit: 'perfed federation kits' makes {ENDING} archives")
+    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        with tarfile.open(path) as archive:
+            archive.extractall(draft, filter="data")  # no way out of the folder, no devices
+        held = [*draft.iterdir()]
+        if len(held) != 1 or not (held[0] / SITE).is_file():
+            raise ConfigError(f"{path} is no kit: it has no {SITE} in one folder")
+        os.replace(held[0], folder)
+    except (tarfile.TarError, EOFError, ValueError) as error:
+        raise ConfigError(f"{path} is no kit: {error}") from None
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return folder

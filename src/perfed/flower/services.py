@@ -1,0 +1,302 @@
+"""What runs for days: the coordinator's superlink and gate, and a site's supernode.
+
+One process keeps them (:mod:`perfed.flower.warm`). It starts what ends again, and when it is
+stopped, by Ctrl-C or systemd, all of them end.
+"""
+
+from __future__ import annotations
+
+import importlib
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, SimpleNamespace
+
+from perfed.core.errors import ConfigError
+from perfed.flower.certificates import write_node_key
+from perfed.flower.kit import AUTHORITY, KEY, SITE, TRUSTED, read_link, superlink_address
+from perfed.flower.saying import say
+from perfed.flower.settings import read_coordinator
+from perfed.flower.signing import run_nothing_else
+from perfed.flower.upkeep import START_AGAIN
+from perfed.flower.warm import Warm
+from perfed.runs.directory import RunDirectory
+
+DATABASE = "superlink.db"
+HOME = "flwr-home"
+FIRST_WAIT, LONGEST_WAIT = 2.0, 60.0  # seconds until what has ended is started again
+WELL = 300.0  # seconds after which a start counts as one that went well
+LOOKS = 5.0  # seconds between two looks for what is new
+
+
+WAITS = {3: 1.0, 0.5: 0.1}
+"""Seconds that Flower's supernode waits when there is nothing to do, and for its own program's
+answer; and what is waited here instead."""
+
+
+def wait_less() -> None:
+    """In this process and those that it forks. Flower has no setting for it."""
+    module = importlib.import_module("flwr.supernode.start_client_internal")
+    module.time = SimpleNamespace(sleep=lambda s: time.sleep(WAITS.get(s, s)))  # type: ignore[attr-defined]
+
+
+class Stopped(Exception):
+    """Somebody asks this process to end."""
+
+
+@dataclass
+class _Kept:
+    name: str
+    start: Callable[[], int]
+    pid: int = 0
+    began: float = 0.0
+    wait: float = FIRST_WAIT
+    again: float = 0.0
+
+
+class Services:
+    """Programs that are kept running."""
+
+    def __init__(self, home: Path) -> None:
+        self.warm = Warm()
+        run_nothing_else()
+        wait_less()
+        self.environment = self.warm.environment(home)
+        self.output: int | None = None
+        """A file for what Flower's programs say; without one, they write where this one does."""
+        self.asked_to_stop = ""
+        """The signal that did. An exception in a signal's handler can come where nobody sees it."""
+        self._kept: list[_Kept] = []
+
+    def start(self, program: str | Callable[[], object], words: list[str], folder: Path) -> int:
+        return self.warm.start(program, words, folder, self.environment, self.output)
+
+    def keep(self, name: str, start: Callable[[], int]) -> None:
+        """Start it now, and again whenever it ends, later and later where it ends at once."""
+        kept = _Kept(name, start)
+        self._kept.append(kept)
+        self._start(kept)
+
+    def _start(self, kept: _Kept) -> None:
+        kept.pid, kept.began, kept.again = kept.start(), time.monotonic(), 0.0
+
+    def tend(self, seconds: float) -> None:
+        """Serve for so long."""
+        ends = time.monotonic() + seconds
+        while (left := ends - time.monotonic()) > 0:
+            self._turn(min(left, 0.5))
+
+    def _turn(self, seconds: float) -> dict[int, int]:
+        ended = self.warm.turn(seconds)
+        if self.asked_to_stop:
+            raise Stopped(self.asked_to_stop)
+        now = time.monotonic()
+        for kept in self._kept:
+            if kept.pid in ended:
+                if now - kept.began > WELL:
+                    kept.wait = FIRST_WAIT
+                code, kept.pid, kept.again = ended[kept.pid], 0, now + kept.wait
+                say(f"{kept.name} {_end(code)}; it is started again in {kept.wait:g} s")
+                kept.wait = min(2 * kept.wait, LONGEST_WAIT)
+            elif kept.again and now >= kept.again:
+                self._start(kept)
+        return ended
+
+    def stop(self, name: str) -> None:
+        """One of them, for good."""
+        for kept in [kept for kept in self._kept if kept.name == name]:
+            self._kept.remove(kept)
+            self.warm.stop([kept.pid])
+
+    def pid(self, name: str) -> int:
+        """0 where it does not run."""
+        return next(kept.pid for kept in self._kept if kept.name == name)
+
+    def perform(self, program: str, words: list[str], folder: Path) -> tuple[int, str]:
+        """One program, to its end: its exit code, and what it said."""
+        with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
+            pid = self.warm.start(program, words, folder, self.environment, output.fileno())
+            while pid not in (ended := self._turn(0.5)):
+                pass
+            output.seek(0)
+            return ended[pid], output.read()
+
+    def close(self) -> None:
+        # The superlink, which is the first, at last: to it sites can say that they leave.
+        self.warm.stop([kept.pid for kept in self._kept[1:]])
+        self.warm.close()
+
+
+def _end(code: int) -> str:
+    if code < 0:
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"ended with code {code}" + (", and says above why" if code else "")
+
+
+@contextmanager
+def services(home: Path) -> Iterator[Services]:
+    """Until a signal; then nothing is left running."""
+
+    made = Services(home)
+
+    def stop(number: int, _: FrameType | None) -> None:
+        made.asked_to_stop = signal.Signals(number).name
+
+    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    before = {number: signal.signal(number, stop) for number in signals}
+    try:
+        yield made
+    finally:
+        made.close()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+# The coordinator.
+
+
+def superlink_words(folder: Path) -> list[str]:
+    host, _, port = superlink_address(folder).rpartition(":")
+    words = ["--host", host, "--port", port, "--disable-runtime-dependency-installation"]
+    words += ["--database", DATABASE]
+    certificates = Path("certificates")
+    if not (folder / certificates).is_dir():
+        return [*words, "--insecure"]
+    words += ["--ssl-ca-certfile", str(certificates / AUTHORITY)]
+    words += ["--ssl-certfile", str(certificates / "server.crt")]
+    return [
+        *words,
+        "--ssl-keyfile",
+        str(certificates / "server.key"),
+        "--enable-supernode-auth",
+    ]
+
+
+def keep_superlink(kept: Services, folder: Path) -> None:
+    """Until it listens."""
+    words, address = superlink_words(folder), superlink_address(folder)
+    if _listens(address):
+        raise ConfigError(
+            f"something listens at {address} already: stop it, or give the federation another "
+            f"port in {folder / HOME / 'config.toml'}"
+        )
+    kept.keep(
+        "the superlink",
+        lambda: kept.start("flower-superlink", words, folder),
+    )
+    while not _listens(address):
+        kept.tend(0.1)
+
+
+def _listens(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    with suppress(OSError), socket.create_connection((host, int(port)), 1):
+        return True
+    return False
+
+
+def serve(folder: Path, host: str, port: int) -> None:
+    """The coordinator's side, until it is stopped."""
+    from perfed.flower.gate import serve as open_gate
+
+    folder = folder.absolute()
+    certificates = folder / "certificates"
+    with suppress(Stopped), services(folder / HOME) as kept:
+        keep_superlink(kept, folder)
+        say(f"the superlink listens at {superlink_address(folder)}, for this machine alone")
+        if certificates.is_dir():
+            link = superlink_address(folder)
+            kept.keep(
+                "the gate",
+                lambda: kept.start(lambda: open_gate(link, certificates, host, port), [], folder),
+            )
+            say(f"sites come in at port {port}")
+        registered: dict[Path, float] = {}
+        watch = DeathWatch(folder / read_coordinator(folder / "coordinator.yaml").directory)
+        while True:
+            register_new(kept, certificates, registered)
+            watch.look()
+            kept.tend(LOOKS)
+
+
+class DeathWatch:
+    """Says when the process that worked on a run is gone and the run is not over."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._worked = False
+
+    def look(self) -> None:
+        directory = RunDirectory(self._run)
+        works = directory.in_use()
+        if self._worked and not works and not directory.finished:
+            why = directory.failure or "its process is gone"
+            say(f"WARNING: nobody is at work on {self._run}: {why}; {START_AGAIN}")
+        self._worked = works
+
+
+def register_new(kept: Services, certificates: Path, registered: dict[Path, float]) -> None:
+    """The public keys of sites, ``site-*.pub``, also those that come while it runs."""
+    for key in sorted(certificates.glob("site-*.pub")):
+        changed = key.stat().st_mtime
+        if registered.get(key) != changed:
+            registered[key] = changed
+            words = ["supernode", "register", str(key)]
+            code, said = kept.perform("flwr", words, certificates.parent)
+            if code == 0:
+                say(f"{key.name} is registered: its site may come in")
+            elif "already" not in said:
+                say(f"{key.name} cannot be registered: {' '.join(said.split())}")
+
+
+# A site.
+
+
+def supernode_words(folder: Path) -> list[str]:
+    link = read_link(folder)
+    words = ["--superlink", link.superlink, "--port", str(_free_port())]
+    words += ["--node-config", f'site="{SITE}"']
+    if not link.tls:
+        return [*words, "--insecure"]
+    if not (folder / AUTHORITY).is_file():
+        raise ConfigError(f"no {AUTHORITY} in {folder}: the coordinator's kit has it")
+    words += ["--root-certificates", AUTHORITY, "--auth-supernode-private-key", KEY]
+    return words + (["--trusted-entities", TRUSTED] if (folder / TRUSTED).is_file() else [])
+
+
+def _free_port() -> int:
+    """For what Flower's programs at the site say to each other."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def keep_site(kept: Services, folder: Path) -> None:
+    words = supernode_words(folder)
+    if read_link(folder).tls and not (folder / KEY).is_file():
+        write_node_key(folder / KEY)
+        say(
+            f"this site has a key of its own now: send {folder / KEY}.pub to the coordinator, who "
+            f"puts it into 'certificates' as {folder.name}.pub; until then it is not let in"
+        )
+    kept.keep(
+        folder.name,
+        lambda: kept.start("flower-supernode", words, folder),
+    )
+
+
+def start_site(folder: Path) -> None:
+    """A site, until it is stopped."""
+    folder = folder.absolute()
+    supernode_words(folder)  # says what is wrong before anything is loaded
+    with suppress(Stopped), services(folder / HOME) as kept:
+        say(f"{folder.name} looks for the federation at {read_link(folder).superlink}")
+        keep_site(kept, folder)
+        while True:
+            kept.tend(LOOKS)

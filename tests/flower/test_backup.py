@@ -1,0 +1,101 @@
+"""A site's state: backed up, lost, restored; an upgrade, and the way back."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+import perfed
+from perfed.core.errors import RunError
+from perfed.flower.backup import backup, restore, state_of
+from perfed.flower.initialise import initialise
+from perfed.flower.ledger import Ledger
+from tests.flower.setting import desk, write_federation
+from tests.flower.test_coordinator import run
+from tests.flower.test_upkeep import Killed
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+@pytest.mark.parametrize("version", ["0.1.0", "9.0.0"])
+def test_a_site_that_lost_its_state_goes_on_from_a_backup_also_after_an_upgrade(
+    tmp_path: Path, version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_federation(tmp_path / "f", rounds=3)
+    with pytest.raises(KeyboardInterrupt):
+        run(folder, Killed(folder, 1))
+    site, saved = folder / "site-1.yaml", tmp_path / "saved.tar.gz"
+    state = state_of(site)
+    before = contents(state)
+    assert backup(site, saved) == len(before)
+    with pytest.raises(RunError, match="exists already"):
+        backup(site, saved)
+    monkeypatch.setattr(perfed, "__version__", version)
+    shutil.rmtree(state)
+    assert restore(site, saved) is None
+    assert contents(state) == before
+    result = run(folder, desk(folder))  # as if nothing had been
+    twin = write_federation(tmp_path / "twin", rounds=3)
+    run(twin, desk(twin))
+    (ours,), (theirs,) = (
+        [*place.glob("state-1/*/personal.safetensors")] for place in (folder, twin)
+    )
+    assert ours.read_bytes() == theirs.read_bytes()
+    assert result.summary["finished"]
+    ledger = Ledger(state)
+    ledger.read().check(ledger.path)
+
+
+def test_the_way_back_to_an_older_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A newer version's state is refused by an older one; the backup from before is taken, and
+    what was there is kept."""
+    folder = write_federation(tmp_path / "f", rounds=1)
+    run(folder, desk(folder))
+    site = folder / "site-0.yaml"
+    backup(site, tmp_path / "old.tar.gz")
+    before = contents(state_of(site))
+    monkeypatch.setattr(perfed, "__version__", "9.0.0")
+    (state_of(site) / "of-a-newer-version").touch()
+    backup(site, tmp_path / "new.tar.gz")
+    monkeypatch.undo()
+    with pytest.raises(RunError, match=r"made by perfed 9\.0\.0"):
+        restore(site, tmp_path / "new.tar.gz")
+    replaced = restore(site, tmp_path / "old.tar.gz")
+    assert contents(state_of(site)) == before
+    assert replaced is not None
+    assert (replaced / "of-a-newer-version").is_file()
+    (tmp_path / "other.tar.gz").write_bytes(b"nonsense")
+    with pytest.raises(RunError, match="is no backup of a site"):
+        restore(site, tmp_path / "other.tar.gz")
+    assert contents(state_of(site)) == before
+
+
+def test_the_units_and_containers_are_what_systemd_and_docker_take(tmp_path: Path) -> None:
+    initialise(tmp_path / "trial", 1, tls=True, hosts=[])
+    services = tmp_path / "trial" / "services"
+    if shutil.which("systemd-analyze"):
+        for unit in services.glob("*.service"):
+            # The program and its user are not on this machine: all else is looked at.
+            text = unit.read_text().replace("/srv/perfed/venv/bin/perfed", "/bin/true")
+            unit.write_text(text.replace("User=perfed", "User=root"))
+            words = ["systemd-analyze", "verify", "--man=no", str(unit)]
+            done = subprocess.run(words, capture_output=True, text=True)
+            complaints = [line for line in done.stderr.splitlines() if unit.name in line]
+            assert complaints == []
+    compose = yaml.safe_load((services / "compose.yaml").read_text())
+    assert compose["services"]["coordinator"]["command"] == ["federation", "serve"]
+    docker = (services / "Dockerfile").read_text()
+    assert f"=={perfed.__version__}'" in docker
+    assert docker.index("\nUSER perfed") > docker.index("\nRUN ")  # not as root
+    if shutil.which("docker"):
+        words = ["docker", "compose", "-f", str(services / "compose.yaml"), "config", "--quiet"]
+        plugin = subprocess.run(["docker", "compose", "version"], capture_output=True)
+        if plugin.returncode == 0:
+            assert subprocess.run(words, capture_output=True).returncode == 0
