@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import chdir
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -44,6 +46,8 @@ class Read(NamedTuple):
 
     x: np.ndarray
     tokens: Tokens | None
+    origin: Mapping[str, Any] = MappingProxyType({})
+    """What is known of the columns and classes, for who uses the model."""
 
     def checked(self, vocabulary: int, where: str) -> Read:
         """With the federation's vocabulary, where it says one."""
@@ -53,7 +57,7 @@ class Read(NamedTuple):
             check_tokens(self.x, vocabulary, where)
         except DataError as error:
             raise ConfigError(str(error), "vocabulary") from None
-        return Read(self.x.astype(np.int64), Tokens(vocabulary))
+        return self._replace(x=self.x.astype(np.int64), tokens=Tokens(vocabulary))
 
 
 @dataclass(frozen=True)
@@ -134,17 +138,23 @@ class SiteData(Options):
             held, labels = whole.samples.x, whole.samples.y
             if whole.distant is not None:
                 held, labels = whole.distant.client(client)
-            read = Read(held, whole.samples.tokens)
+            read = Read(held, whole.samples.tokens, whole.samples.origin)
             return read.checked(vocabulary, "data"), labels, whole.splits[client]
         if self.dataset is not None:
             samples = raw_numbers(self.dataset.load(self.seed), "data.dataset")
-            x, y = Read(samples.x, samples.tokens), self._numbered(samples)
+            x = Read(samples.x, samples.tokens, self._origin(samples))
+            y = self._numbered(samples)
         else:
             x, y = _call_source(self.source, vocabulary)
         if len(y) < SMALLEST_CLIENT:
             raise ConfigError(f"{len(y)} samples; at least {SMALLEST_CLIENT} are needed", "data")
         own = split_client(np.arange(len(y)), split, self.seed, client)
         return x.checked(vocabulary, "data"), y, own
+
+    def _origin(self, samples: Samples) -> dict[str, Any]:
+        """Classes as the federation calls them: what the data finds here may be fewer."""
+        known = {key: samples.origin[key] for key in ("columns", "values") if key in samples.origin}
+        return known | ({"classes": list(self.class_names)} if self.class_names else {})
 
     def _numbered(self, samples: Samples) -> np.ndarray:
         """Labels as all sites number them. A dataset numbers the names that it finds, and the same
@@ -202,7 +212,7 @@ class SiteOptions(Options):
             raise ConfigError(
                 f"{len(self.data.class_names)} names of {self.classes} classes", "data.class_names"
             )
-        (x, tokens), y, own = self.data.load(self.client, self.split, self.vocabulary)
+        (x, tokens, origin), y, own = self.data.load(self.client, self.split, self.vocabulary)
         if y.max() >= self.classes:
             raise ConfigError(
                 f"label {y.max()} in the data: with {self.classes} classes "
@@ -225,7 +235,8 @@ class SiteOptions(Options):
                 "public",
             )
         everything = np.arange(len(x)), public, np.arange(len(public))
-        return Samples(x, y, *everything, self.classes, tokens=tokens), own
+        samples = Samples(x, y, *everything, self.classes, tokens=tokens, origin=dict(origin))
+        return samples, own
 
 
 @dataclass(frozen=True)

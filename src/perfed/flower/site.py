@@ -7,7 +7,8 @@ Every task may find another process here, so nothing lives in memory. The folder
     ledger.jsonl, ledger.head    what was asked, what left, what was refused (:mod:`.ledger`)
     <run>/plan.json              what the coordinator said when this site joined
     <run>/checkpoint.safetensors the model, the algorithm's state, the last round and its answer
-    <run>/personal.safetensors   the model to use, as last evaluated (``perfed.load_model``)
+    <run>/personal.safetensors   the model to use, as last evaluated (``perfed predict``)
+    <run>/alone.safetensors      the one of the copy that trains without the federation
     <run>/report.jsonl           a line per evaluated round: with the federation, and alone
 
 A checkpoint is one file, replaced atomically: killed at any moment, a site has done a round or has
@@ -25,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import chdir, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,6 +41,7 @@ from perfed.core.threads import cpu_threads
 from perfed.core.tree import flatten, unflatten
 from perfed.core.wire import Link
 from perfed.data import ClientSplit, Federation
+from perfed.data.needs import needs_of
 from perfed.engines import ClientRecord, Execution, Outcome, Population, SequentialEngine
 from perfed.engines.base import Method
 from perfed.engines.execution import fitting_threads
@@ -63,14 +65,30 @@ from perfed.flower.protocol import (
 from perfed.flower.settings import SiteOptions, read_site
 from perfed.models import Models, parameter_count
 from perfed.runs.coordinator import check_finite, diverged
+from perfed.runs.model_file import Blueprint
 from perfed.runs.result import headline
 
 SPLIT_PARTS = ("train", "validation", "test")
-CHECKPOINT, PERSONAL, REPORT = "checkpoint.safetensors", "personal.safetensors", "report.jsonl"
-PLAN = "plan.json"
+CHECKPOINT, REPORT, PLAN = "checkpoint.safetensors", "report.jsonl", "plan.json"
+PERSONAL, ALONE = "personal.safetensors", "alone.safetensors"
 IDLE_RUNS = 10
 """How many runs that it never trained in a site remembers."""
 BEFORE_ALL = -2  # the last round of a site that has done none; the opening is −1
+
+
+class Model(NamedTuple):
+    """A model as a file holds it."""
+
+    tensors: Mapping[str, Tensor]
+    blueprint: Blueprint | None = None
+
+    def write(self, path: Path) -> None:
+        if self.blueprint is not None:
+            content, _ = tensorfile.sealed(self.tensors, self.blueprint.text())
+            tensorfile.write_atomically(path, content)
+
+
+NO_MODEL = Model({})
 
 
 @dataclass
@@ -284,7 +302,7 @@ class Site:
         ]
         idle.sort(key=lambda plan: plan.stat().st_mtime_ns)
         for plan in idle[: -(IDLE_RUNS - 1)]:
-            for name in (CHECKPOINT, PERSONAL, REPORT, plan.name):
+            for name in (CHECKPOINT, PERSONAL, ALONE, REPORT, plan.name):
                 plan.with_name(name).unlink(missing_ok=True)
             with suppress(OSError):  # somebody keeps something else there
                 plan.parent.rmdir()
@@ -354,7 +372,7 @@ class Site:
         return population.pending[client]
 
     def _save(self, task: Envelope, plan: Plan, population: Population, after: Checkpoint) -> None:
-        model: Mapping[str, Tensor] = {}
+        model = NO_MODEL
         evaluates = not plan.algorithm.evaluated_with_server and task.header.kind != FIRST
         if evaluates:
             if after.record is not None:
@@ -368,8 +386,8 @@ class Site:
 
     def _evaluate(
         self, population: Population, round: int, message: Message
-    ) -> tuple[Numbers, Mapping[str, Tensor]]:
-        """Accuracy and loss by model kind, and the tensors of the model one would use."""
+    ) -> tuple[Numbers, Model]:
+        """Accuracy and loss by model kind, and the model one would use."""
         client = self.options.client
         with cpu_threads(fitting_threads(population)):
             columns = population.evaluate({client: message}, round)
@@ -380,7 +398,9 @@ class Site:
         }
         if not all(torch.isfinite(torch.tensor([*n.values()])).all() for n in numbers.values()):
             raise Diverged(f"round {round}: the loss here is not finite")
-        return numbers, headline(models).tensors()
+        needs = needs_of(population.federation, population.inputs)
+        blueprint = Blueprint.of(population, client, needs, self.options.run)
+        return numbers, Model(headline(models).tensors(), blueprint)
 
     def _report(
         self,
@@ -388,12 +408,11 @@ class Site:
         plan: Plan,
         checkpoint: Checkpoint,
         numbers: Numbers,
-        model: Mapping[str, Tensor],
+        model: Model,
     ) -> None:
         """For the people at this site: what they have, and what they would have alone."""
         folder = self._run_folder(task)
-        if model:
-            tensorfile.write_atomically(folder / PERSONAL, tensorfile.sealed(model)[0])
+        model.write(folder / PERSONAL)
         line: dict[str, Any] = {"round": task.header.round, **headline(numbers)}
         text = f"round {task.header.round}: accuracy {100 * line['test_accuracy']:.1f} %"
         if checkpoint.alone is not None:
@@ -412,9 +431,10 @@ class Site:
         """The numbers of the copy; none where it has diverged, which is nobody else's matter."""
         population = self._population(plan, reference_algorithm(), record)
         try:
-            numbers, _ = self._evaluate(population, task.header.round, Message())
+            numbers, model = self._evaluate(population, task.header.round, Message())
         except Diverged:
             return {}
+        model.write(self._run_folder(task) / ALONE)
         return {f"alone_{name}": number for name, number in numbers["personal"].items()}
 
     # Before joining.
