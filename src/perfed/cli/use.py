@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from perfed.cli.options import JsonOption, named_path, print_json
-from perfed.use import exporting, prediction
+from perfed.use import exporting, prediction, serving
 from perfed.use.opening import open_model
 
 ModelArgument = Annotated[
@@ -91,3 +91,36 @@ def export_model(
     """
     far = exporting.export_model(open_model(model, client, kind, network), out)
     print(f"written: {out}; its probabilities differ from torch's by at most {far:.1e}")
+
+
+def serve(
+    model: ModelArgument,
+    client: ClientOption = None,
+    kind: KindOption = None,
+    network: NetworkOption = "",
+    alone: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="MODEL",
+            help="The model to compare with, trained without the federation; by default the one "
+            "that a site keeps beside its own. Of a run directory, the same client's.",
+        ),
+    ] = None,
+    sure: SureOption = prediction.SURE,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8765,
+) -> None:
+    """A page on this computer: drop a picture and see what the model says, with the federation and
+    alone. Only this computer can open it."""
+    ready = open_model(model, client, kind, network)
+    second = None
+    if alone is not None:
+        is_run = (alone / "config.yaml").is_file()
+        second = open_model(alone, client if is_run else None)
+    elif ready.alone is not None:
+        second = open_model(ready.alone, network=network)
+    with serving.PageServer(serving.Asked.of(ready, second, sure), port) as server:
+        print(f"open {server.address} in a browser (Ctrl-C ends)", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None

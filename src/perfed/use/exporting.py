@@ -14,12 +14,13 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from perfed.core.errors import ConfigError, PerfedError, RunError
+from perfed.core.errors import ConfigError, PerfedError, RunError, one_line
 from perfed.core.extras import needed
 from perfed.core.schema import to_mapping
 from perfed.core.streams import torch_stream
@@ -67,8 +68,9 @@ def export_model(model: Ready, out: Path) -> float:
         except PerfedError:
             raise
         except Exception as error:  # whatever a network cannot be exported for
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-            raise RunError(f"this model cannot be exported as {out.suffix}: {reason}") from None
+            raise RunError(
+                f"this model cannot be exported as {out.suffix}: {_innermost(error)}"
+            ) from None
     temporary = out.with_name(f".{out.stem}.part{out.suffix.lower()}")
     try:
         write_atomically(temporary, content)
@@ -99,11 +101,15 @@ def difference(model: Ready, exported: Ready) -> float:
 def _onnx(graph: nn.Module, x: Tensor, metadata: dict[str, str]) -> bytes:
     onnx = needed("onnx", "export", "OUT")
     needed("onnxscript", "export", "OUT")
+    shapes = {SAMPLES: {0: torch.export.Dim.DYNAMIC}}
+    exported = torch.export.export(graph, (x,), dynamic_shapes=shapes, strict=False)
+    aten = torch.ops.aten
+    unknown: Any = {aten.cdist.default: _distances, aten._cdist_forward.default: _distances}
     program = torch.onnx.export(
-        graph,
+        exported.run_decompositions(unknown),
         (x,),
         dynamo=True,
-        dynamic_shapes={SAMPLES: {0: torch.export.Dim.DYNAMIC}},
+        dynamic_shapes=shapes,
         input_names=[SAMPLES],
         output_names=[PROBABILITIES],
         verbose=False,
@@ -114,6 +120,11 @@ def _onnx(graph: nn.Module, x: Tensor, metadata: dict[str, str]) -> bytes:
     proto.doc_string = metadata["model_card"]
     content: bytes = proto.SerializeToString()
     return content
+
+
+def _distances(a: Tensor, b: Tensor, p: float = 2.0, mode: int | None = None) -> Tensor:
+    """What ONNX has no word for: between rows, Euclidean (p is 2 where a model of ours asks)."""
+    return (a.unsqueeze(-2) - b.unsqueeze(-3)).square().sum(-1).sqrt()
 
 
 def _torchscript(graph: nn.Module, x: Tensor, metadata: dict[str, str]) -> bytes:
@@ -153,6 +164,14 @@ def _card_text(model: Ready, card: dict[str, str], names: list[str]) -> str:
             "wrong, and still be sure. The accuracy above is of the client's own test samples.",
         ]
     )
+
+
+def _innermost(error: BaseException) -> str:
+    """The exporter wraps what went wrong in advice to its own developers."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return one_line(text[:200])
 
 
 @contextmanager
