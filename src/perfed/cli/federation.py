@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -72,9 +73,13 @@ def federation_rollback(
 @federation.command("check")
 def federation_check(
     file: Annotated[Path, typer.Argument(metavar="COORDINATOR.YAML")],
+    plan: Annotated[
+        Path | None,
+        typer.Option(metavar="PLAN.JSON", help="Also write the plan that sites would get."),
+    ] = None,
 ) -> None:
     """Check a coordinator's configuration; prints the hash of the public set."""
-    print("\n".join(initialise.check_coordinator(file)))
+    print("\n".join(initialise.check_coordinator(file, plan)))
 
 
 @federation.command("start")
@@ -108,9 +113,25 @@ def federation_release(
 
 
 @site.command("check")
-def site_check(file: Annotated[Path, typer.Argument(metavar="SITE.YAML")]) -> None:
-    """Before joining: is the data readable, does the model run, is the public set the right one?"""
-    print("\n".join(initialise.check_site(file)))
+def site_check(
+    file: Annotated[Path, typer.Argument(metavar="SITE.YAML")],
+    plan: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PLAN.JSON",
+            help="The coordinator's plan ('perfed federation check --plan'): would it be refused?",
+        ),
+    ] = None,
+) -> None:
+    """Before joining, all faults at once: data, labels, shapes, ranges, splits, model, public set,
+    and what this site agrees to."""
+    found = initialise.check_site(file, plan)
+    if found.lines or found.notices:
+        print("\n".join([*found.lines, *(f"notice: {line}" for line in found.notices)]))
+    for line in found.faults:
+        print(f"perfed: {line}", file=sys.stderr)
+    if found.faults:
+        raise typer.Exit(2)
 
 
 @site.command("sign")

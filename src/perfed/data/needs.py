@@ -31,7 +31,7 @@ from perfed.data.readers import (
     pictures_below,
     read_pictures,
 )
-from perfed.data.sources import MOST_OUTPUTS, checked_samples
+from perfed.data.sources import BYTES, MOST_OUTPUTS, checked_samples
 from perfed.data.tables import Sheet, numbers, read_sheet
 from perfed.data.tokens import check_tokens
 
@@ -42,7 +42,6 @@ RANGES = ((-1.0, 1.0), (0.0, 1.0), (0.0, 255.0))
 DARKEST_WHITE = 200.0  # of 0 … 255: less is another unit
 BEYOND = 0.5  # of the range: how far values of pixels may lie outside of it
 SEPARATORS = (",", ";", "\t")
-BYTES = "0 … 255"  # what the origin of a table says whose cells are pixels
 
 
 @dataclass(frozen=True)

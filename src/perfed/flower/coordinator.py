@@ -49,7 +49,6 @@ from perfed.flower.numbers import (
     columns_of,
     numbers_in,
 )
-from perfed.flower.plan import Plan
 from perfed.flower.protocol import (
     EVALUATE,
     FIRST,
@@ -124,18 +123,7 @@ class FederatedRun(Coordinator):
         self._directory = directory
         self._rollbacks: list[dict[str, int]] = []
         self.run = self._identity()
-        plan = Plan(
-            experiment.name,
-            experiment.seed,
-            experiment.clients,
-            experiment.rounds,
-            options.classes,
-            experiment.models.initial,
-            experiment.training,
-            self.algorithm,
-            experiment.metrics,
-            experiment.wire,
-        )
+        plan = options.plan()
         invitation = Envelope(self._header(JOIN, -1), facts={"plan": plan.to_mapping()})
         self.membership = Membership(transport, invitation, options, say)
         self.membership.admit = self._admit

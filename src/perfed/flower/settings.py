@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import chdir
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +31,7 @@ from perfed.data.readers import read_array, read_arrays
 from perfed.data.sources import checked_samples
 from perfed.data.tokens import check_tokens, common_tokens, tokens_in
 from perfed.flower.agreement import Agreement
+from perfed.flower.plan import Plan
 from perfed.flower.protocol import public_hash
 from perfed.models import Architecture
 
@@ -206,6 +207,17 @@ class SiteOptions(Options):
         if not self.run:
             raise ConfigError("missing: the coordinator's experiment.name", "run")
 
+    def plan_faults(self, plan: Plan, has_public: bool) -> Iterator[str]:
+        """Why a plan that is agreed to is not this site's."""
+        if plan.name != self.run:
+            yield f"this site takes part in '{self.run}', not in '{plan.name}'"
+        if plan.classes != self.classes:
+            yield f"this site has {self.classes} classes, the run {plan.classes}"
+        if self.client >= plan.clients:
+            yield f"this site is client {self.client}; the run's are 0 … {plan.clients - 1}"
+        if plan.algorithm.needs_public_set and not has_public:
+            yield "this site has no public set, and the algorithm needs one"
+
     def load(self) -> tuple[Samples, ClientSplit]:
         """This site's samples with the public set, and what each of its own is for."""
         if self.data.class_names and len(self.data.class_names) != self.classes:
@@ -213,12 +225,8 @@ class SiteOptions(Options):
                 f"{len(self.data.class_names)} names of {self.classes} classes", "data.class_names"
             )
         (x, tokens, origin), y, own = self.data.load(self.client, self.split, self.vocabulary)
-        if y.max() >= self.classes:
-            raise ConfigError(
-                f"label {y.max()} in the data: with {self.classes} classes "
-                f"they are 0 … {self.classes - 1}",
-                "classes",
-            )
+        if fault := label_fault(y, self.classes):
+            raise ConfigError(fault, "classes")
         found = self.public.load(self.vocabulary)
         public = np.zeros((0, *x.shape[1:]), x.dtype) if found is None else found.x
         if found is not None:
@@ -237,6 +245,16 @@ class SiteOptions(Options):
         everything = np.arange(len(x)), public, np.arange(len(public))
         samples = Samples(x, y, *everything, self.classes, tokens=tokens, origin=dict(origin))
         return samples, own
+
+
+def label_fault(y: np.ndarray, classes: int) -> str:
+    """What is wrong with labels that are not below ``classes``; nothing where they are."""
+    if y.max() < classes:
+        return ""
+    must = f"with {classes} classes they are 0 … {classes - 1}"
+    if y.min() == 1 and y.max() == classes:
+        return f"labels in the data go from 1 to {classes}: {must}; subtract 1"
+    return f"label {y.max()} in the data: {must}"
 
 
 @dataclass(frozen=True)
@@ -304,6 +322,22 @@ class CoordinatorOptions(Options):
             )
         here = replace(self.experiment, data=AtSites(), partition=Given())
         object.__setattr__(self, "experiment", here)
+
+    def plan(self) -> Plan:
+        """What sites are told of the experiment."""
+        experiment = self.experiment
+        return Plan(
+            experiment.name,
+            experiment.seed,
+            experiment.clients,
+            experiment.rounds,
+            self.classes,
+            experiment.models.initial,
+            experiment.training,
+            experiment.algorithm,
+            experiment.metrics,
+            experiment.wire,
+        )
 
     def public_samples(self) -> tuple[np.ndarray, Inputs]:
         """The public set, and what a sample of this federation is."""

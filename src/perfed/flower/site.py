@@ -241,16 +241,8 @@ class Site:
     def _join(self, task: Envelope) -> Envelope:
         plan = self._agreed(task.facts.get("plan"))
         options = self.options
-        if plan.name != options.run:
-            raise Refused(f"this site takes part in '{options.run}', not in '{plan.name}'")
-        if plan.classes != options.classes:
-            raise Refused(f"this site has {options.classes} classes, the run {plan.classes}")
-        if options.client >= plan.clients:
-            raise Refused(
-                f"this site is client {options.client}; the run's are 0 … {plan.clients - 1}"
-            )
-        if plan.algorithm.needs_public_set and not len(self.samples.public_x):
-            raise Refused("this site has no public set, and the algorithm needs one")
+        for fault in options.plan_faults(plan, len(self.samples.public_x) > 0):
+            raise Refused(fault)
         Approvals(self.state, self.ledger).check(plan, self._agreed)
         self._write_plan(task, plan)
         checkpoint = self._checkpoint(task)

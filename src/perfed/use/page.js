@@ -58,7 +58,9 @@ async function ask(picture) {
   shown.src = URL.createObjectURL(picture);
   shown.alt = picture.name || "the picture";
   shown.hidden = false;
-  at("invitation").textContent = picture.name || "";
+  at("named").textContent = picture.name || "";
+  at("named").hidden = !picture.name;
+  at("which").textContent = "another";
   let answer;
   try {
     if (picture.size > limit) throw new Error("the file is too large: at most " + limit / 2 ** 20 + " MiB");
