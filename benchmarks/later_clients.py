@@ -93,7 +93,9 @@ def main() -> None:
         for method in METHODS:
             by_seed = [measured(method, partition, seed) for seed in SEEDS]
             found.setdefault(partition, {})[method] = by_seed
-            print(f"{partition}, {method}: {100 * np.mean([*map(np.mean, by_seed)]):.1f}", flush=True)
+            print(
+                f"{partition}, {method}: {100 * np.mean([*map(np.mean, by_seed)]):.1f}", flush=True
+            )
     record = {
         "settings": BASE | {"partitions": PARTITIONS, "methods": METHODS},
         "seeds": [*SEEDS],

@@ -112,6 +112,43 @@ def federation_release(
     print(f"{name} has number {client} when it comes")
 
 
+@federation.command("handout")
+def federation_handout(
+    file: Annotated[Path, typer.Argument(metavar="COORDINATOR.YAML")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The file for the site.")],
+    architecture: Annotated[
+        str,
+        typer.Option(help="The site's network, for algorithms whose server sends weights."),
+    ] = "",
+    samples: Annotated[int, typer.Option(min=1, help="How many the site trains on.")] = 100,
+) -> None:
+    """For a site that comes when the run is over: what the server would send to it."""
+    from perfed.flower.later import handout
+
+    handout(file, architecture, samples).save(out)
+    print(f"written: {out}; at the site: perfed site learn SITE.YAML {out}")
+
+
+@site.command("learn")
+def site_learn(
+    file: Annotated[Path, typer.Argument(metavar="SITE.YAML")],
+    handout: Annotated[
+        Path, typer.Argument(metavar="HANDOUT", help="From 'perfed federation handout'.")
+    ],
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Rounds of training; default: as the federation had.")
+    ] = None,
+) -> None:
+    """Get a model from a federation that is over, with this site's own data. Nothing leaves."""
+    from perfed.flower.later import Handout, learn
+    from perfed.flower.site import Site
+
+    said: list[str] = []
+    learn(Site.open(file, said.append), Handout.load(handout), rounds)
+    print(said[-1])
+    print(f"the model: perfed predict {file} PATH, or perfed serve {file}")
+
+
 @site.command("check")
 def site_check(
     file: Annotated[Path, typer.Argument(metavar="SITE.YAML")],

@@ -27,7 +27,7 @@ from perfed.core.declaration import Known, networks
 from perfed.core.errors import Diverged, PerfedError, RunError
 from perfed.core.message import Message
 from perfed.core.selection import select_clients
-from perfed.core.tensorfile import write_atomically
+from perfed.core.tensorfile import sealed, write_atomically
 from perfed.core.tree import flatten
 from perfed.engines import ClientRecord
 from perfed.engines.population import check_one_width
@@ -78,6 +78,8 @@ from perfed.runs.directory import FEDERATION, RunDirectory, environment
 from perfed.runs.result import Result
 from perfed.runs.settings import changes, read_experiment, text_of
 
+SERVER = "server.safetensors"
+"""In the run directory: what the server knew at the end, for sites that come later."""
 RELEASED = "released"  # in the run directory: for a number, the name of the site that may have it
 
 
@@ -110,7 +112,7 @@ class FederatedRun(Coordinator):
         public, inputs = options.public_samples()
         self._networks = ServerNetworks(experiment, inputs, options.classes)
         self._public_x = self._networks.inputs.tensor(public)
-        self._public = public_hash(public)
+        self.public = public_hash(public)
         self._widths = self._networks.widths()
         check_one_width(self.algorithm, self._widths)
         self._absent: dict[str, str] = {}
@@ -396,6 +398,11 @@ class FederatedRun(Coordinator):
         """The last ones, and the best."""
         return {*rounds[-self.options.states :]} | ({*rounds} & {self.watch.best_round})
 
+    def _close(self, directory: RunDirectory) -> Steps[None]:
+        content, _ = sealed(flatten(self.progress.state))
+        write_atomically(directory.path / SERVER, content)
+        yield from ()
+
     def _absence(self, clients: list[int]) -> dict[str, Any]:
         """Who took no part and why, also where that began in an earlier round."""
         gone = set(range(self.experiment.clients)) - set(self.membership.present())
@@ -455,14 +462,14 @@ class FederatedRun(Coordinator):
     # What identifies the run.
 
     def _header(self, kind: str, round: int) -> Header:
-        return Header(kind, self.run, round, self._public)
+        return Header(kind, self.run, round, self.public)
 
     def _identity(self) -> str:
         if not (self._directory.path / FEDERATION).is_file():
             run = f"{self.experiment.name}-{uuid.uuid4().hex[:12]}"
-            self._directory.write_json(FEDERATION, {"run": run, "public": self._public})
+            self._directory.write_json(FEDERATION, {"run": run, "public": self.public})
         recorded = self._directory.read_json(FEDERATION)
-        if recorded["public"] != self._public:
+        if recorded["public"] != self.public:
             raise RunError(f"{self._directory.path} was begun with another public set")
         self._rollbacks = recorded.get("rollbacks", [])
         run_id: str = recorded["run"]

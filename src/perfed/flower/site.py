@@ -209,7 +209,7 @@ class Site:
     def answer(self, task: Envelope) -> Envelope:
         """What goes back for a task: the answer, or why there is none."""
         try:
-            with chdir(self.folder), self._alone_here():
+            with chdir(self.folder), self.alone_here():
                 self.ledger.add(ASKED, **self._asked(task))
                 self._check(task)
                 if task.header.kind == NOTICE:
@@ -239,12 +239,12 @@ class Site:
     # Joining.
 
     def _join(self, task: Envelope) -> Envelope:
-        plan = self._agreed(task.facts.get("plan"))
+        plan = self.agreed(task.facts.get("plan"))
         options = self.options
         for fault in options.plan_faults(plan, len(self.samples.public_x) > 0):
             raise Refused(fault)
-        Approvals(self.state, self.ledger).check(plan, self._agreed)
-        self._write_plan(task, plan)
+        Approvals(self.state, self.ledger).check(plan, self.agreed)
+        self.write_plan(task, plan)
         checkpoint = self._checkpoint(task)
         population = self._population(plan, plan.algorithm, checkpoint.record)
         facts: dict[str, Any] = {
@@ -261,7 +261,7 @@ class Site:
         self.say(f"asks to join {task.header.run} as client {options.client}")
         return task.answer(Message(), facts)
 
-    def _write_plan(self, task: Envelope, plan: Plan) -> None:
+    def write_plan(self, task: Envelope, plan: Plan) -> None:
         path = self._run_folder(task) / PLAN
         content = json.dumps(plan.to_mapping(), indent=1)
         # Parsed, so that options that were not there then have their defaults; a plan of perfed's
@@ -279,9 +279,9 @@ class Site:
         values = read_json(path)
         if isinstance(values, dict):
             values = {**(missing or {}), **values}
-        return self._agreed(values)
+        return self.agreed(values)
 
-    def _agreed(self, plan: Any) -> Plan:
+    def agreed(self, plan: Any) -> Plan:
         return self.options.agrees.plan(plan, len(self.split.train))
 
     def _forget_invitations(self, newest: Path) -> None:
@@ -318,11 +318,9 @@ class Site:
         if header.round >= plan.rounds:
             raise Refused(f"round {header.round}: this run has {plan.rounds}, from 0")
         before = self._checkpoint(task)
-        population = self._population(plan, plan.algorithm, before.record)
         if header.kind == EVALUATE:
-            numbers, models = self._evaluate(population, header.round, task.message)
-            self._report(task, plan, before, numbers, models)
-            return task.answer(Message(), {"numbers": numbers})
+            return task.answer(Message(), {"numbers": self.evaluate_round(task, plan)})
+        population = self._population(plan, plan.algorithm, before.record)
         if before.round == header.round:
             self.say(f"round {header.round} is done already: answered from the checkpoint")
             return task.answer(before.answer, before.facts)
@@ -333,6 +331,24 @@ class Site:
         did = "answers the opening" if header.kind == FIRST else "has trained and answers"
         self.say(f"round {header.round}: client {client} {did}")
         return task.answer(after.answer, after.facts)
+
+    def train_round(self, task: Envelope, plan: Plan) -> None:
+        """One round, unless it is done; nobody waits for the answer, and it is not kept."""
+        before = self._checkpoint(task)
+        if before.round >= task.header.round:
+            return
+        population = self._population(plan, plan.algorithm, before.record)
+        after = self._train(task, plan, population, before)
+        after.answer = Message()
+        self._save(task, plan, population, after)
+
+    def evaluate_round(self, task: Envelope, plan: Plan) -> Numbers:
+        """With what the server sends for it; the report and the model are written."""
+        before = self._checkpoint(task)
+        population = self._population(plan, plan.algorithm, before.record)
+        numbers, model = self._evaluate(population, task.header.round, task.message)
+        self._report(task, plan, before, numbers, model)
+        return numbers
 
     def _train(
         self, task: Envelope, plan: Plan, population: Population, before: Checkpoint
@@ -534,7 +550,7 @@ class Site:
         return self.state / task.header.run
 
     @contextmanager
-    def _alone_here(self) -> Iterator[None]:
+    def alone_here(self) -> Iterator[None]:
         """One process at a time; another waits, and then finds the round done."""
         with open(self._lock_file(), "w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
