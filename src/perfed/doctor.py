@@ -31,6 +31,7 @@ COMFORT = {  # training does without them
 EXTRAS = {
     "flower": "a real federation between machines",
     "ray": "--engine ray",
+    "export": "models as ONNX files (perfed export-model)",
     "huggingface": "data sets of the Hugging Face Hub",
     "parquet": "perfed export --format parquet",
     "tensorboard": "--tensorboard",

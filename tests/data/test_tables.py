@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from perfed import Split, datasets, partitions
 from perfed.core.errors import ConfigError
 from perfed.data import Federation, build_federation
-from perfed.data.datasets import Samples
+from perfed.data.datasets import Samples, scaled
 from perfed.data.tables import is_number
 from perfed.flower.settings import raw_numbers
 from tests.data import own_files
@@ -200,3 +200,20 @@ def test_a_site_alone_cannot_standardise(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="which no site knows: set 'scale: none'"):
         raw_numbers(load(path, target="kind"), "data.dataset")
     assert len(raw_numbers(load(path, target="kind", scale="none"), "").x) == 20
+
+
+def test_pixels_in_a_table_are_pictures(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (8, 2, 3), dtype=np.uint8)
+    rows = [",".join(map(str, [*one.ravel(), n % 2])) for n, one in enumerate(pixels)]
+    header = ",".join([*(f"p{n}" for n in range(6)), "label"])
+    path = tmp_path / "pixels.csv"
+    path.write_text("\n".join([header, *rows]))
+    how = {"name": "csv", "path": str(path), "shape": [1, 2, 3]}
+    x = datasets.build({**how, "scale": "pixels"}).load(0).x
+    assert np.array_equal(x, scaled(pixels[:, None]))
+    assert datasets.build({**how, "scale": "none"}).load(0).x.shape == (8, 1, 2, 3)
+    with pytest.raises(ConfigError, match="6 columns beside the label, a picture of 1×2×2 has 4"):
+        datasets.build({**how, "shape": [1, 2, 2]}).load(0)
+    path.write_text(path.read_text().replace(rows[3], "1,2,3,4,5,256,1"))
+    with pytest.raises(ConfigError, match="line 5, column 'p5': '256' is no pixel"):
+        datasets.build({**how, "scale": "pixels"}).load(0)

@@ -37,9 +37,9 @@ def test_what_is_written_is_a_federation_that_runs(tmp_path: Path) -> None:
     said = check_coordinator(folder / "coordinator.yaml")
     (digest,) = re.findall(r"public set: (\w+)", said[1])
     for client in range(4):
-        assert f"public set: {digest}, as the coordinator's" in check_site(
-            folder / f"site-{client}.yaml"
-        )
+        found = check_site(folder / f"site-{client}.yaml")
+        assert f"public set: {digest}, as the coordinator's" in found.lines
+        assert not found.faults
     text = (folder / "coordinator.yaml").read_text()
     (folder / "coordinator.yaml").write_text(text.replace("rounds: 10", "rounds: 1"))
     result = coordinate(folder / "coordinator.yaml", desk(folder), [].append)

@@ -360,7 +360,10 @@ def test_model_and_data_of_ones_own(
         ({"model": "own.py:too_few"}, r"gives 9 numbers .*10 classes"),
         ({"model": "own.py:Nett"}, "has no 'Nett'; did you mean 'Net'"),
         ({"model": "nowhere.py:Net"}, "cannot import 'nowhere.py'"),
-        ({"data": {"source": "own.py:eleven"}}, "label 10 in the data"),
+        (
+            {"data": {"source": "own.py:eleven"}},
+            "labels in the data go from 1 to 10",
+        ),
         ({"data": {"source": "own.py:flat"}}, "public samples are .* own are"),
         ({"data": {"source": "own.py:broken"}}, "not finite"),
         ({"data": {"source": "own.py:make"}}, "failed: TypeError"),

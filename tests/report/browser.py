@@ -56,6 +56,9 @@ class Page:
 
     def show(self, file: Path, width: int = 1200, dark: bool = False) -> None:
         """Load a file in a window of so many pixels."""
+        self.open(file.absolute().as_uri(), width, dark)
+
+    def open(self, address: str, width: int = 1200, dark: bool = False) -> None:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.call(
@@ -66,7 +69,7 @@ class Page:
             mobile=width < 600,
         )
         self._events.clear()
-        self.call("Page.navigate", url=file.absolute().as_uri())
+        self.call("Page.navigate", url=address)
         ends = time.monotonic() + PATIENCE
         while not any(event["method"] == "Page.loadEventFired" for event in self._events):
             assert time.monotonic() < ends, "the page did not load"

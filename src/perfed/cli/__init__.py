@@ -22,6 +22,7 @@ from perfed.cli import (
     report,
     runs,
     study,
+    use,
 )
 from perfed.cli.options import DeviceOption, JsonOption, print_json
 from perfed.core.errors import PerfedError
@@ -45,6 +46,9 @@ _add(runs.compare)
 _add(study.study)
 _add(report.report)
 _add(report.export)
+_add(use.predict)
+_add(use.export_model, "export-model")
+_add(use.serve)
 _add(catalogue.list_, "list")
 _add(configuration.init)
 _add(configuration.explain)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -147,9 +148,13 @@ def federation_rollback(
 @federation.command("check")
 def federation_check(
     file: Annotated[Path, typer.Argument(metavar="COORDINATOR.YAML")],
+    plan: Annotated[
+        Path | None,
+        typer.Option(metavar="PLAN.JSON", help="Also write the plan that sites would get."),
+    ] = None,
 ) -> None:
     """Check a coordinator's configuration; prints the hash of the public set."""
-    print("\n".join(initialise.check_coordinator(file)))
+    print("\n".join(initialise.check_coordinator(file, plan)))
 
 
 @federation.command("start")
@@ -188,10 +193,63 @@ def federation_release(
     print(f"{name} has number {client} when it comes")
 
 
+@federation.command("handout")
+def federation_handout(
+    file: Annotated[Path, typer.Argument(metavar="COORDINATOR.YAML")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The file for the site.")],
+    architecture: Annotated[
+        str,
+        typer.Option(help="The site's network, for algorithms whose server sends weights."),
+    ] = "",
+    samples: Annotated[int, typer.Option(min=1, help="How many the site trains on.")] = 100,
+) -> None:
+    """For a site that comes when the run is over: what the server would send to it."""
+    from perfed.flower.later import handout
+
+    handout(file, architecture, samples).save(out)
+    print(f"written: {out}; at the site: perfed site learn SITE.YAML {out}")
+
+
+@site.command("learn")
+def site_learn(
+    file: Annotated[Path, typer.Argument(metavar="SITE.YAML")],
+    handout: Annotated[
+        Path, typer.Argument(metavar="HANDOUT", help="From 'perfed federation handout'.")
+    ],
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Rounds of training; default: as the federation had.")
+    ] = None,
+) -> None:
+    """Get a model from a federation that is over, with this site's own data. Nothing leaves."""
+    from perfed.flower.later import Handout, learn
+    from perfed.flower.site import Site
+
+    said: list[str] = []
+    learn(Site.open(file, said.append), Handout.load(handout), rounds)
+    print(said[-1])
+    print(f"the model: perfed predict {file} PATH, or perfed serve {file}")
+
+
 @site.command("check")
-def site_check(file: Annotated[Path, typer.Argument(metavar="SITE.YAML")]) -> None:
-    """Before joining: is the data readable, does the model run, is the public set the right one?"""
-    print("\n".join(initialise.check_site(file)))
+def site_check(
+    file: Annotated[Path, typer.Argument(metavar="SITE.YAML")],
+    plan: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PLAN.JSON",
+            help="The coordinator's plan ('perfed federation check --plan'): would it be refused?",
+        ),
+    ] = None,
+) -> None:
+    """Before joining, all faults at once: data, labels, shapes, ranges, splits, model, public set,
+    and what this site agrees to."""
+    found = initialise.check_site(file, plan)
+    if found.lines or found.notices:
+        print("\n".join([*found.lines, *(f"notice: {line}" for line in found.notices)]))
+    for line in found.faults:
+        print(f"perfed: {line}", file=sys.stderr)
+    if found.faults:
+        raise typer.Exit(2)
 
 
 @site.command("start")

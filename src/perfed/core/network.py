@@ -6,7 +6,7 @@ the network gives for ``x``. How the head is found is the business of :mod:`perf
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,25 +37,31 @@ def outputs(
 ) -> Tensor:
     """One network's logits or features, in the precision of samples that are numbers: a network may
     compute in fewer bits, what is made of its outputs does not."""
+    return caught(module, head, lambda: functional_call(module, tensors, (x,)), what).to(
+        precision_of(x)
+    )
+
+
+def caught(module: nn.Module, head: str, call: Callable[[], Tensor], what: What) -> Tensor:
+    """What a call of a network gives, or what goes into its head meanwhile."""
     if what == "logits":
-        logits: Tensor = functional_call(module, tensors, (x,))
-        return logits.to(precision_of(x))
-    caught: list[Tensor] = []
+        return call()
+    given_to_head: list[Tensor] = []
 
     def catch(layer: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-        caught.extend([*given, *named.values()][:1])
+        given_to_head.extend([*given, *named.values()][:1])
 
     layer = module.get_submodule(declared(head))
     handle = layer.register_forward_pre_hook(catch, with_kwargs=True)
     try:
-        functional_call(module, tensors, (x,))
+        call()
     finally:
         handle.remove()
-    if not caught:
+    if not given_to_head:
         raise ConfigError(
             f"the network never calls its layer '{head}': name another", "models.head"
         )
-    return caught[-1].to(precision_of(x))
+    return given_to_head[-1]
 
 
 def head_outputs(

@@ -36,6 +36,7 @@ _DTYPES = {
 }
 _FROM_NAME = {name: dtype for dtype, name in _DTYPES.items()}
 SEAL = "sha256"  # the name of a checksum in a file's metadata
+ABOUT = "perfed"  # and of what the file says of itself
 MALFORMED = (ValueError, KeyError, TypeError, RuntimeError)
 """What :func:`decode` raises where the bytes are not a whole file."""
 
@@ -155,17 +156,20 @@ def _shape(name: str, shape: Any, limits: Limits) -> list[int]:
     return shape
 
 
-def sealed(tensors: Mapping[str, Tensor]) -> tuple[bytes, str]:
-    """The encoding with a checksum of names, shapes and numbers in it, and that checksum. Other
-    programs read the file as any other; :func:`load` verifies it."""
-    checksum = _checksum(tensors)
-    return encode(tensors, {SEAL: checksum}), checksum
+def sealed(tensors: Mapping[str, Tensor], about: str = "") -> tuple[bytes, str]:
+    """The encoding with a checksum of names, shapes, numbers and of what the file says ``about``
+    itself, and that checksum. Other programs read the file as any other; :func:`load` verifies
+    it."""
+    checksum = _checksum(tensors, about)
+    said = {ABOUT: about} if about else {}
+    return encode(tensors, {SEAL: checksum, **said}), checksum
 
 
-def _checksum(tensors: Mapping[str, Tensor]) -> str:
+def _checksum(tensors: Mapping[str, Tensor], about: str) -> str:
     found = hashlib.sha256(_header(tensors, {}))
     for tensor in tensors.values():
         found.update(_raw(tensor))
+    found.update(about.encode())
     return found.hexdigest()
 
 
@@ -178,6 +182,11 @@ def save(path: Path, tensors: Mapping[str, Tensor]) -> int:
 
 def load(path: Path, checksum: int | None = None) -> dict[str, Tensor]:
     """Read a file that :func:`save` or the safetensors package wrote."""
+    return load_described(path, checksum)[0]
+
+
+def load_described(path: Path, checksum: int | None = None) -> tuple[dict[str, Tensor], str]:
+    """The same, and what a file of :func:`sealed` says about itself."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -186,9 +195,10 @@ def load(path: Path, checksum: int | None = None) -> dict[str, Tensor]:
         raise RunError(f"{path} is corrupt: its checksum is not the recorded one")
     try:
         tensors, metadata = decode(data)
-        if SEAL in metadata and metadata[SEAL] != _checksum(tensors):
+        about = metadata.get(ABOUT, "")
+        if SEAL in metadata and metadata[SEAL] != _checksum(tensors, about):
             raise ValueError("its checksum is not that of its content")
-        return tensors
+        return tensors, about
     except MALFORMED as error:
         raise RunError(f"{path} is corrupt: {error}") from None
 

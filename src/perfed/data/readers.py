@@ -369,9 +369,9 @@ def read_pictures(
     return Images(channels_first(np.stack(pictures)), None, "images", sizes=tuple(sorted(sizes)))
 
 
-def decoded_picture(content: bytes) -> np.ndarray:
-    """A picture file as height × width × RGB."""
-    return _picture_and_size(io.BytesIO(content), AS_THEY_ARE)[0]
+def decoded_picture(content: bytes, look: Look = AS_THEY_ARE) -> np.ndarray:
+    """A picture file as height × width × channels."""
+    return _picture_and_size(io.BytesIO(content), look)[0]
 
 
 def _picture_and_size(stream: BinaryIO, look: Look) -> tuple[np.ndarray, str]:

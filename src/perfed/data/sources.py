@@ -46,6 +46,7 @@ NO_MEASUREMENT = "each a class of its own: they look like measurements, and a la
 NUMBERS = "iuf"  # numpy's kinds: whole numbers and fractions
 LARGEST = float(np.finfo(np.float32).max)
 TOO_LARGE = f"is too large for float32, which ends at {LARGEST:.1e}"
+BYTES = "0 … 255"  # what the cells of a table are that holds pixels
 COLOURS_HELP = "three channels, or one"
 
 
@@ -350,4 +351,6 @@ def _origin(contents: Contents) -> dict[str, Any]:
         facts["classes"] = list(contents.names)
     if contents.columns:
         facts["columns"] = list(contents.columns)
+        if contents.x.dtype == np.uint8:
+            facts["values"] = BYTES
     return facts

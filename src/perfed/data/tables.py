@@ -21,7 +21,7 @@ from typing import Literal
 
 import numpy as np
 
-from perfed.core.errors import ConfigError, DataError, did_you_mean
+from perfed.core.errors import ConfigError, DataError, did_you_mean, shape_text
 from perfed.core.inputs import Tokens
 from perfed.core.schema import option
 from perfed.data.datasets import Unlabeled, datasets
@@ -94,9 +94,16 @@ class Csv(Places):
     client: str = option("", "the column with the client of each row; needs partition: given")
     ignore: tuple[str, ...] = option((), "columns that are not used, such as an id")
     categories: tuple[str, ...] = option((), "columns of numbers that stand for categories")
-    scale: Literal["standard", "none"] = option(
+    scale: Literal["standard", "none", "pixels"] = option(
         "standard",
-        "columns of numbers: mean 0, deviation 1 over all clients' training rows; or as they are",
+        "columns of numbers: mean 0, deviation 1 over all clients' training rows; as they are; or "
+        "pixels, 0 … 255, as numbers from −1 to 1",
+    )
+    shape: tuple[int, ...] = option(
+        (),
+        "columns are the pixels of a picture: channels, height and width, row by row; empty: a row "
+        "of numbers",
+        ge=1,
     )
     vocabulary: int = option(
         0,
@@ -110,6 +117,8 @@ class Csv(Places):
             raise ConfigError(f"{self.separator!r} is not one character", "separator")
         if self.by_client and self.client:
             raise ConfigError("files by client, so no column is needed", "client")
+        if self.vocabulary and self.scale == "pixels":
+            raise ConfigError("tokens are no pixels", "scale")
 
     def read(self, labeled: bool) -> Contents:
         """Words are numbered for all files at once, those of a public table among them."""
@@ -118,9 +127,10 @@ class Csv(Places):
         public = self.public if labeled and isinstance(self.public, Csv) else None
         others = list(public._sheets().values()) if public else []
         features = self._features(own, others)
-        x, public_x = _encoded(features, own), _encoded(features, others) if others else None
         if self.vocabulary:
             self._check_tokens(features, [*own, *others])
+        x, public_x = (self._samples(features, some) if some else None for some in (own, others))
+        assert x is not None
         titles = tuple(title for feature in features for title in feature.titles())
         plain = np.array([not feature.words for feature in features for _ in feature.titles()])
         y, names = self._labels(own) if labeled else (None, ())
@@ -131,9 +141,24 @@ class Csv(Places):
             self._client_ids(sheets) if labeled else None,
             public=public_x,
             columns=titles,
-            unscaled=plain if self._standardises and plain.any() else None,
+            unscaled=plain.reshape(x.shape[1:]) if self._standardises and plain.any() else None,
             tokens=Tokens(self.vocabulary) if self.vocabulary else None,
         )
+
+    def _samples(self, features: Sequence[Feature], sheets: Sequence[Sheet]) -> np.ndarray:
+        x = _encoded(features, sheets)
+        if self.scale == "pixels":
+            for feature, sheet in itertools.product(features, sheets):
+                _check_pixels(feature, sheet)
+            x = x.astype(np.uint8)
+        if not self.shape:
+            return x
+        if x.shape[1] != math.prod(self.shape):
+            raise DataError(
+                f"{sheets[0].path} has {x.shape[1]} columns beside the label, a picture of "
+                f"{shape_text(self.shape)} has {math.prod(self.shape)}"
+            )
+        return x.reshape(-1, *self.shape)
 
     @property
     def _standardises(self) -> bool:
@@ -211,6 +236,17 @@ class Csv(Places):
         if self.client:
             return np.array(sheets[""].column(self.client, "client"))
         return None
+
+
+def _check_pixels(feature: Feature, sheet: Sheet) -> None:
+    values = feature.values(sheet)
+    wrong = (values < 0) | (values > 255) | (values != np.floor(values))
+    row = 0 if feature.words else int(wrong[:, 0].argmax())
+    if feature.words or wrong.any():
+        cell = sheet.columns[feature.name][row]
+        raise DataError(
+            f"{sheet.cell(row, feature.name)}: {cell!r} is no pixel: a whole number, 0 … 255"
+        )
 
 
 def _encoded(features: Sequence[Feature], sheets: Sequence[Sheet]) -> np.ndarray:

@@ -245,6 +245,13 @@ class Population:
             )
         return network
 
+    def networks_of(self, client: int) -> dict[str, tuple[Architecture, Inputs, int]]:
+        """How each network of a client is built, by the name that the algorithm has for it: what it
+        is, what it takes, and how many numbers it gives."""
+        own = self.architectures[client]
+        labels = {OWN: own} | {name: self.named(name, own) for name in [*self.extra, *self.between]}
+        return {name: self._shapes[label] for name, label in labels.items()}
+
     def head(self, label: str) -> str:
         """The name of a network's last layer; empty where the algorithm does not look at it."""
         return self._heads.get(label, ("", 0))[0]

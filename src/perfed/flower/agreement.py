@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from perfed.core.algorithm import Algorithm, algorithms
@@ -82,9 +83,29 @@ class Agreement(Options):
             raise Refused(f"the plan is a {type(values).__name__}, must be keys and values")
         self._check_names(values)
         plan = Plan.from_mapping(values)
-        self._check_algorithm(plan.algorithm)
-        self._check_numbers(plan, samples)
+        for check in self._checks(plan, samples):
+            check()
         return plan
+
+    def refusals(self, values: Any, samples: int) -> list[str]:
+        """Every reason not to agree, where :meth:`plan` stops at the first."""
+        try:
+            self.plan(values, samples)
+            return []
+        except Refused as error:
+            first = str(error)
+        try:
+            self._check_names(values)
+            plan = Plan.from_mapping(values)
+        except (Refused, AttributeError):
+            return [first]  # it cannot be read any further
+        reasons = []
+        for check in self._checks(plan, samples):
+            try:
+                check()
+            except Refused as error:
+                reasons.append(str(error))
+        return reasons
 
     def check_size(self, message: Message, way: str) -> None:
         """``way`` is ``in`` or ``out``."""
@@ -123,22 +144,28 @@ class Agreement(Options):
         what = "sends weights" if algorithm.messages().up else "does not declare what it sends"
         raise Refused(f"this site does not agree to '{name}', which {what}; {self._listing(name)}")
 
-    def _check_numbers(self, plan: Plan, samples: int) -> None:
+    def _checks(self, plan: Plan, samples: int) -> Iterator[Callable[[], None]]:
+        """One for each thing that a site may not agree to in a plan that it can read."""
         training, algorithm = plan.training, plan.algorithm
+        yield partial(self._check_algorithm, algorithm)
         options = vars(algorithm).items()
         own = [n for key, n in options if key.endswith("steps") and isinstance(n, int)]
-        self._check_limit("steps", max([training.steps_of(samples), *own]), "steps a round")
-        drawn = training.steps_of(samples) * training.batch_size
+        steps = training.steps_of(samples)
+        yield partial(self._check_limit, "steps", max([steps, *own]), "steps a round")
+        yield partial(self._check_least, steps * training.batch_size)
+        largest = max(training.batch_size, training.public_batch_size)
+        yield partial(self._check_limit, "batch_size", largest, "samples a step")
+        yield partial(self._check_limit, "rounds", plan.rounds, "rounds")
+        yield partial(self._check_limit, "clients", plan.clients, "clients")
+        rate = training.learning_rate
+        yield partial(self._check_limit, "learning_rate", rate, "as a learning rate")
+
+    def _check_least(self, drawn: int) -> None:
         if drawn < self.least_samples:  # an answer would tell of these few alone
             raise Refused(
                 f"this site does not agree to {drawn} samples a round, at least "
                 f"{self.least_samples}; {_line('least_samples', str(drawn))}"
             )
-        largest = max(training.batch_size, training.public_batch_size)
-        self._check_limit("batch_size", largest, "samples a step")
-        self._check_limit("rounds", plan.rounds, "rounds")
-        self._check_limit("clients", plan.clients, "clients")
-        self._check_limit("learning_rate", training.learning_rate, "as a learning rate")
 
     def _check_limit(self, key: str, value: float, what: str) -> None:
         if value > getattr(self, key):

@@ -27,7 +27,7 @@ from perfed.core.declaration import Known, networks
 from perfed.core.errors import Diverged, PerfedError, RunError
 from perfed.core.message import Message
 from perfed.core.selection import select_clients
-from perfed.core.tensorfile import write_atomically
+from perfed.core.tensorfile import sealed, write_atomically
 from perfed.core.tree import flatten
 from perfed.engines import ClientRecord
 from perfed.engines.population import check_one_width
@@ -49,7 +49,6 @@ from perfed.flower.numbers import (
     columns_of,
     numbers_in,
 )
-from perfed.flower.plan import Plan
 from perfed.flower.protocol import (
     EVALUATE,
     FIRST,
@@ -82,6 +81,8 @@ from perfed.runs.settings import changes, read_experiment, text_of
 PRESENCE = "presence.json"  # in the run directory: who was seen when
 PRESENCE_SECONDS = 5.0  # after which it is written anew
 MOST_NAMED = 5  # clients that a round's line names as missing
+SERVER = "server.safetensors"
+"""In the run directory: what the server knew at the end, for sites that come later."""
 RELEASED = "released"  # in the run directory: for a number, the name of the site that may have it
 
 
@@ -114,7 +115,7 @@ class FederatedRun(Coordinator):
         public, inputs = options.public_samples()
         self._networks = ServerNetworks(experiment, inputs, options.classes)
         self._public_x = self._networks.inputs.tensor(public)
-        self._public = public_hash(public)
+        self.public = public_hash(public)
         self._widths = self._networks.widths()
         check_one_width(self.algorithm, self._widths)
         self._absent: dict[str, str] = {}
@@ -127,18 +128,7 @@ class FederatedRun(Coordinator):
         self._directory = directory
         self._rollbacks: list[dict[str, int]] = []
         self.run = self._identity()
-        plan = Plan(
-            experiment.name,
-            experiment.seed,
-            experiment.clients,
-            experiment.rounds,
-            options.classes,
-            experiment.models.initial,
-            experiment.training,
-            self.algorithm,
-            experiment.metrics,
-            experiment.wire,
-        )
+        plan = options.plan()
         invitation = Envelope(self._header(JOIN, -1), facts={"plan": plan.to_mapping()})
         self.membership = Membership(transport, invitation, options, say)
         self.membership.admit = self._admit
@@ -429,6 +419,11 @@ class FederatedRun(Coordinator):
         """The last ones, and the best."""
         return {*rounds[-self.options.states :]} | ({*rounds} & {self.watch.best_round})
 
+    def _close(self, directory: RunDirectory) -> Steps[None]:
+        content, _ = sealed(flatten(self.progress.state))
+        write_atomically(directory.path / SERVER, content)
+        yield from ()
+
     def _absence(self, clients: list[int]) -> dict[str, Any]:
         """Who took no part and why, also where that began in an earlier round."""
         gone = set(range(self.experiment.clients)) - set(self.membership.present())
@@ -488,14 +483,14 @@ class FederatedRun(Coordinator):
     # What identifies the run.
 
     def _header(self, kind: str, round: int) -> Header:
-        return Header(kind, self.run, round, self._public)
+        return Header(kind, self.run, round, self.public)
 
     def _identity(self) -> str:
         if not (self._directory.path / FEDERATION).is_file():
             run = f"{self.experiment.name}-{uuid.uuid4().hex[:12]}"
-            self._directory.write_json(FEDERATION, {"run": run, "public": self._public})
+            self._directory.write_json(FEDERATION, {"run": run, "public": self.public})
         recorded = self._directory.read_json(FEDERATION)
-        if recorded["public"] != self._public:
+        if recorded["public"] != self.public:
             raise RunError(f"{self._directory.path} was begun with another public set")
         self._rollbacks = recorded.get("rollbacks", [])
         run_id: str = recorded["run"]

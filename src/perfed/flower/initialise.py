@@ -3,6 +3,7 @@ files to start from for a real one."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -11,12 +12,14 @@ from importlib import metadata
 from pathlib import Path
 
 from perfed.core.errors import ConfigError, RunError
+from perfed.core.tensorfile import write_atomically
+from perfed.flower import checking
 from perfed.flower.agreement import sending_weights
+from perfed.flower.checking import Findings
 from perfed.flower.installing import write_services
 from perfed.flower.kit import GATE, write_kits
 from perfed.flower.protocol import public_hash
 from perfed.flower.settings import read_coordinator
-from perfed.flower.site import Site
 
 FLOWER = ("1.41", "1.42")
 SIGNED = "app.fab"
@@ -228,20 +231,26 @@ def commands(folder: Path, sites: int) -> list[str]:
     return [*lines, "perfed federation start"]
 
 
-def check_coordinator(path: Path) -> list[str]:
-    """What a coordinator's file says, and the hash to give to the sites."""
+def check_coordinator(path: Path, plan: Path | None = None) -> list[str]:
+    """What a coordinator's file says, and the hash to give to the sites; the plan that they would
+    get, as a file."""
     options = read_coordinator(path)
     with chdir(path.absolute().parent):
         public, inputs = options.public_samples()
     experiment = options.experiment
-    return [
+    lines = [
         f"run '{experiment.name}': {experiment.algorithm.label()}, {experiment.rounds} rounds, "
         f"{experiment.clients} sites, {options.classes} classes",
         f"public set: {public_hash(public)} ({len(public)} samples, each {inputs})",
     ]
+    if plan is not None:
+        content = json.dumps(options.plan().to_mapping(), indent=1)
+        write_atomically(plan, f"{content}\n".encode())
+        lines.append(f"plan: {plan}; a site tries it with 'perfed site check SITE.YAML --plan'")
+    return lines
 
 
-def check_site(path: Path) -> list[str]:
-    """What a site has, if it can join."""
+def check_site(path: Path, plan: Path | None = None) -> Findings:
+    """What a site has, and all that is wrong with it."""
     require_flower()
-    return Site.open(path).check()
+    return checking.check_site(path, plan)

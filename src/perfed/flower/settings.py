@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from contextlib import chdir
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -31,6 +33,7 @@ from perfed.data.readers import read_array, read_arrays
 from perfed.data.sources import checked_samples
 from perfed.data.tokens import check_tokens, common_tokens, tokens_in
 from perfed.flower.agreement import Agreement
+from perfed.flower.plan import Plan
 from perfed.flower.protocol import public_hash
 from perfed.models import Architecture
 
@@ -46,6 +49,8 @@ class Read(NamedTuple):
 
     x: np.ndarray
     tokens: Tokens | None
+    origin: Mapping[str, Any] = MappingProxyType({})
+    """What is known of the columns and classes, for who uses the model."""
 
     def checked(self, vocabulary: int, where: str) -> Read:
         """With the federation's vocabulary, where it says one."""
@@ -55,7 +60,7 @@ class Read(NamedTuple):
             check_tokens(self.x, vocabulary, where)
         except DataError as error:
             raise ConfigError(str(error), "vocabulary") from None
-        return Read(self.x.astype(np.int64), Tokens(vocabulary))
+        return self._replace(x=self.x.astype(np.int64), tokens=Tokens(vocabulary))
 
 
 @dataclass(frozen=True)
@@ -136,17 +141,23 @@ class SiteData(Options):
             held, labels = whole.samples.x, whole.samples.y
             if whole.distant is not None:
                 held, labels = whole.distant.client(client)
-            read = Read(held, whole.samples.tokens)
+            read = Read(held, whole.samples.tokens, whole.samples.origin)
             return read.checked(vocabulary, "data"), labels, whole.splits[client]
         if self.dataset is not None:
             samples = raw_numbers(self.dataset.load(self.seed), "data.dataset")
-            x, y = Read(samples.x, samples.tokens), self._numbered(samples)
+            x = Read(samples.x, samples.tokens, self._origin(samples))
+            y = self._numbered(samples)
         else:
             x, y = _call_source(self.source, vocabulary)
         if len(y) < SMALLEST_CLIENT:
             raise ConfigError(f"{len(y)} samples; at least {SMALLEST_CLIENT} are needed", "data")
         own = split_client(np.arange(len(y)), split, self.seed, client)
         return x.checked(vocabulary, "data"), y, own
+
+    def _origin(self, samples: Samples) -> dict[str, Any]:
+        """Classes as the federation calls them: what the data finds here may be fewer."""
+        known = {key: samples.origin[key] for key in ("columns", "values") if key in samples.origin}
+        return known | ({"classes": list(self.class_names)} if self.class_names else {})
 
     def _numbered(self, samples: Samples) -> np.ndarray:
         """Labels as all sites number them. A dataset numbers the names that it finds, and the same
@@ -203,19 +214,26 @@ class SiteOptions(Options):
         if not self.run:
             raise ConfigError("missing: the coordinator's experiment.name", "run")
 
+    def plan_faults(self, plan: Plan, has_public: bool) -> Iterator[str]:
+        """Why a plan that is agreed to is not this site's."""
+        if plan.name != self.run:
+            yield f"this site takes part in '{self.run}', not in '{plan.name}'"
+        if plan.classes != self.classes:
+            yield f"this site has {self.classes} classes, the run {plan.classes}"
+        if self.client >= plan.clients:
+            yield f"this site is client {self.client}; the run's are 0 … {plan.clients - 1}"
+        if plan.algorithm.needs_public_set and not has_public:
+            yield "this site has no public set, and the algorithm needs one"
+
     def load(self) -> tuple[Samples, ClientSplit]:
         """This site's samples with the public set, and what each of its own is for."""
         if self.data.class_names and len(self.data.class_names) != self.classes:
             raise ConfigError(
                 f"{len(self.data.class_names)} names of {self.classes} classes", "data.class_names"
             )
-        (x, tokens), y, own = self.data.load(self.client, self.split, self.vocabulary)
-        if y.max() >= self.classes:
-            raise ConfigError(
-                f"label {y.max()} in the data: with {self.classes} classes "
-                f"they are 0 … {self.classes - 1}",
-                "classes",
-            )
+        (x, tokens, origin), y, own = self.data.load(self.client, self.split, self.vocabulary)
+        if fault := label_fault(y, self.classes):
+            raise ConfigError(fault, "classes")
         found = self.public.load(self.vocabulary)
         public = np.zeros((0, *x.shape[1:]), x.dtype) if found is None else found.x
         if found is not None:
@@ -232,7 +250,18 @@ class SiteOptions(Options):
                 "public",
             )
         everything = np.arange(len(x)), public, np.arange(len(public))
-        return Samples(x, y, *everything, self.classes, tokens=tokens), own
+        samples = Samples(x, y, *everything, self.classes, tokens=tokens, origin=dict(origin))
+        return samples, own
+
+
+def label_fault(y: np.ndarray, classes: int) -> str:
+    """What is wrong with labels that are not below ``classes``; nothing where they are."""
+    if y.max() < classes:
+        return ""
+    must = f"with {classes} classes they are 0 … {classes - 1}"
+    if y.min() == 1 and y.max() == classes:
+        return f"labels in the data go from 1 to {classes}: {must}; subtract 1"
+    return f"label {y.max()} in the data: {must}"
 
 
 @dataclass(frozen=True)
@@ -313,6 +342,22 @@ class CoordinatorOptions(Options):
             )
         here = replace(self.experiment, data=AtSites(), partition=Given())
         object.__setattr__(self, "experiment", here)
+
+    def plan(self) -> Plan:
+        """What sites are told of the experiment."""
+        experiment = self.experiment
+        return Plan(
+            experiment.name,
+            experiment.seed,
+            experiment.clients,
+            experiment.rounds,
+            self.classes,
+            experiment.models.initial,
+            experiment.training,
+            experiment.algorithm,
+            experiment.metrics,
+            experiment.wire,
+        )
 
     def public_samples(self) -> tuple[np.ndarray, Inputs]:
         """The public set, and what a sample of this federation is."""

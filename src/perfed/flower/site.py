@@ -8,7 +8,8 @@ Every task may find another process here, so nothing lives in memory. The folder
     privacy.json                 what hides samples here, and what that has cost (:mod:`.purse`)
     <run>/plan.json              what the coordinator said when this site joined
     <run>/checkpoint.safetensors the model, the algorithm's state, the last round and its answer
-    <run>/personal.safetensors   the model to use, as last evaluated (``perfed.load_model``)
+    <run>/personal.safetensors   the model to use, as last evaluated (``perfed predict``)
+    <run>/alone.safetensors      the one of the copy that trains without the federation
     <run>/report.jsonl           a line per evaluated round: with the federation, and alone
 
 A checkpoint is one file, replaced atomically: killed at any moment, a site has done a round or has
@@ -26,7 +27,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import chdir, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -42,6 +43,7 @@ from perfed.core.threads import cpu_threads
 from perfed.core.tree import flatten, unflatten
 from perfed.core.wire import Link
 from perfed.data import ClientSplit, Federation
+from perfed.data.needs import needs_of
 from perfed.engines import ClientRecord, Execution, Outcome, Population, SequentialEngine
 from perfed.engines.base import Method
 from perfed.engines.execution import fitting_threads
@@ -66,14 +68,30 @@ from perfed.flower.purse import Purse
 from perfed.flower.settings import SiteOptions, read_site
 from perfed.models import Models, parameter_count
 from perfed.runs.coordinator import check_finite, diverged
+from perfed.runs.model_file import Blueprint
 from perfed.runs.result import headline
 
 SPLIT_PARTS = ("train", "validation", "test")
-CHECKPOINT, PERSONAL, REPORT = "checkpoint.safetensors", "personal.safetensors", "report.jsonl"
-PLAN = "plan.json"
+CHECKPOINT, REPORT, PLAN = "checkpoint.safetensors", "report.jsonl", "plan.json"
+PERSONAL, ALONE = "personal.safetensors", "alone.safetensors"
 IDLE_RUNS = 10
 """How many runs that it never trained in a site remembers."""
 BEFORE_ALL = -2  # the last round of a site that has done none; the opening is −1
+
+
+class Model(NamedTuple):
+    """A model as a file holds it."""
+
+    tensors: Mapping[str, Tensor]
+    blueprint: Blueprint | None = None
+
+    def write(self, path: Path) -> None:
+        if self.blueprint is not None:
+            content, _ = tensorfile.sealed(self.tensors, self.blueprint.text())
+            tensorfile.write_atomically(path, content)
+
+
+NO_MODEL = Model({})
 
 
 @dataclass
@@ -194,7 +212,7 @@ class Site:
     def answer(self, task: Envelope) -> Envelope:
         """What goes back for a task: the answer, or why there is none."""
         try:
-            with chdir(self.folder), self._alone_here():
+            with chdir(self.folder), self.alone_here():
                 self.ledger.add(ASKED, **self._asked(task))
                 self._check(task)
                 if task.header.kind == NOTICE:
@@ -224,20 +242,12 @@ class Site:
     # Joining.
 
     def _join(self, task: Envelope) -> Envelope:
-        plan = self._agreed(task.facts.get("plan"))
+        plan = self.agreed(task.facts.get("plan"))
         options = self.options
-        if plan.name != options.run:
-            raise Refused(f"this site takes part in '{options.run}', not in '{plan.name}'")
-        if plan.classes != options.classes:
-            raise Refused(f"this site has {options.classes} classes, the run {plan.classes}")
-        if options.client >= plan.clients:
-            raise Refused(
-                f"this site is client {options.client}; the run's are 0 … {plan.clients - 1}"
-            )
-        if plan.algorithm.needs_public_set and not len(self.samples.public_x):
-            raise Refused("this site has no public set, and the algorithm needs one")
-        Approvals(self.state, self.ledger).check(plan, self._agreed)
-        self._write_plan(task, plan)
+        for fault in options.plan_faults(plan, len(self.samples.public_x) > 0):
+            raise Refused(fault)
+        Approvals(self.state, self.ledger).check(plan, self.agreed)
+        self.write_plan(task, plan)
         checkpoint = self._checkpoint(task)
         population = self._population(plan, plan.algorithm, checkpoint.record)
         sizes = {part: len(getattr(self.split, part)) for part in SPLIT_PARTS}
@@ -257,7 +267,7 @@ class Site:
         self.say(f"asks to join {task.header.run} as client {options.client}")
         return task.answer(Message(), facts)
 
-    def _write_plan(self, task: Envelope, plan: Plan) -> None:
+    def write_plan(self, task: Envelope, plan: Plan) -> None:
         path = self._run_folder(task) / PLAN
         content = json.dumps(plan.to_mapping(), indent=1)
         # Parsed, so that options that were not there then have their defaults; a plan of perfed's
@@ -275,9 +285,9 @@ class Site:
         values = read_json(path)
         if isinstance(values, dict):
             values = {**(missing or {}), **values}
-        return self._agreed(values)
+        return self.agreed(values)
 
-    def _agreed(self, plan: Any) -> Plan:
+    def agreed(self, plan: Any) -> Plan:
         # Its refusals may name how many steps an epoch has.
         samples = len(self.split.train) if self.options.privacy is None else self._purse().told
         agreed = self.options.agrees.plan(plan, samples)
@@ -298,7 +308,7 @@ class Site:
         ]
         idle.sort(key=lambda plan: plan.stat().st_mtime_ns)
         for plan in idle[: -(IDLE_RUNS - 1)]:
-            for name in (CHECKPOINT, PERSONAL, REPORT, plan.name):
+            for name in (CHECKPOINT, PERSONAL, ALONE, REPORT, plan.name):
                 plan.with_name(name).unlink(missing_ok=True)
             with suppress(OSError):  # somebody keeps something else there
                 plan.parent.rmdir()
@@ -322,11 +332,10 @@ class Site:
         if header.round >= plan.rounds:
             raise Refused(f"round {header.round}: this run has {plan.rounds}, from 0")
         before = self._checkpoint(task)
-        population = self._population(plan, plan.algorithm, before.record)
         if header.kind == EVALUATE:
-            numbers, models = self._evaluate(population, header.round, task.message)
-            self._report(task, plan, before, numbers, models)
+            numbers = self.evaluate_round(task, plan)
             return task.answer(Message(), self._told({"numbers": numbers}))
+        population = self._population(plan, plan.algorithm, before.record)
         if before.round == header.round:
             self.say(f"round {header.round} is done already: answered from the checkpoint")
             return task.answer(before.answer, self._told(before.facts))
@@ -346,6 +355,24 @@ class Site:
     def _purse(self) -> Purse:
         assert self.options.privacy is not None
         return Purse.open(self.state, self.options.privacy, len(self.split.train))
+
+    def train_round(self, task: Envelope, plan: Plan) -> None:
+        """One round, unless it is done; nobody waits for the answer, and it is not kept."""
+        before = self._checkpoint(task)
+        if before.round >= task.header.round:
+            return
+        population = self._population(plan, plan.algorithm, before.record)
+        after = self._train(task, plan, population, before)
+        after.answer = Message()
+        self._save(task, plan, population, after)
+
+    def evaluate_round(self, task: Envelope, plan: Plan) -> Numbers:
+        """With what the server sends for it; the report and the model are written."""
+        before = self._checkpoint(task)
+        population = self._population(plan, plan.algorithm, before.record)
+        numbers, model = self._evaluate(population, task.header.round, task.message)
+        self._report(task, plan, before, numbers, model)
+        return numbers
 
     def _train(
         self, task: Envelope, plan: Plan, population: Population, before: Checkpoint
@@ -377,7 +404,7 @@ class Site:
         return population.pending[client]
 
     def _save(self, task: Envelope, plan: Plan, population: Population, after: Checkpoint) -> None:
-        model: Mapping[str, Tensor] = {}
+        model = NO_MODEL
         evaluates = not plan.algorithm.evaluated_with_server and task.header.kind != FIRST
         if evaluates:
             if after.record is not None:
@@ -391,8 +418,8 @@ class Site:
 
     def _evaluate(
         self, population: Population, round: int, message: Message
-    ) -> tuple[Numbers, Mapping[str, Tensor]]:
-        """Accuracy and loss by model kind, and the tensors of the model one would use."""
+    ) -> tuple[Numbers, Model]:
+        """Accuracy and loss by model kind, and the model one would use."""
         client = self.options.client
         with cpu_threads(fitting_threads(population)):
             columns = population.evaluate({client: message}, round)
@@ -403,7 +430,9 @@ class Site:
         }
         if not all(torch.isfinite(torch.tensor([*n.values()])).all() for n in numbers.values()):
             raise Diverged(f"round {round}: the loss here is not finite")
-        return numbers, headline(models).tensors()
+        needs = needs_of(population.federation, population.inputs)
+        blueprint = Blueprint.of(population, client, needs, self.options.run)
+        return numbers, Model(headline(models).tensors(), blueprint)
 
     def _report(
         self,
@@ -411,12 +440,11 @@ class Site:
         plan: Plan,
         checkpoint: Checkpoint,
         numbers: Numbers,
-        model: Mapping[str, Tensor],
+        model: Model,
     ) -> None:
         """For the people at this site: what they have, and what they would have alone."""
         folder = self._run_folder(task)
-        if model:
-            tensorfile.write_atomically(folder / PERSONAL, tensorfile.sealed(model)[0])
+        model.write(folder / PERSONAL)
         line: dict[str, Any] = {"round": task.header.round, **headline(numbers)}
         text = f"round {task.header.round}: accuracy {100 * line['test_accuracy']:.1f} %"
         if self.options.privacy is not None:
@@ -445,9 +473,10 @@ class Site:
         """The numbers of the copy; none where it has diverged, which is nobody else's matter."""
         population = self._population(plan, reference_algorithm(), record)
         try:
-            numbers, _ = self._evaluate(population, task.header.round, Message())
+            numbers, model = self._evaluate(population, task.header.round, Message())
         except Diverged:
             return {}
+        model.write(self._run_folder(task) / ALONE)
         return {f"alone_{name}": number for name, number in numbers["personal"].items()}
 
     # Before joining.
@@ -557,7 +586,7 @@ class Site:
         return self.state / task.header.run
 
     @contextmanager
-    def _alone_here(self) -> Iterator[None]:
+    def alone_here(self) -> Iterator[None]:
         """One process at a time; another waits, and then finds the round done."""
         with open(self._lock_file(), "w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from perfed.core import tensorfile
-from perfed.core.errors import ConfigError, RunError, shape_text
-from perfed.core.network import outputs
+from perfed.core.errors import ConfigError, RunError, shape_text, shown
+from perfed.core.inputs import Inputs, precision_of
+from perfed.core.network import caught
 from perfed.core.predictor import What, predictor_of
+from perfed.core.schema import from_mapping, plain, to_mapping
 from perfed.core.tree import OWN, Weights, find_not_finite
-from perfed.models import last_linear
+from perfed.data.needs import Needs
+from perfed.engines import Population
+from perfed.models import architectures, build_module, last_linear
+from perfed.models.architectures import Imported
 
 Make = Callable[[str], tuple[nn.Module, str]]
 """From a network's name to a module of its architecture, and the name of that one's last layer."""
@@ -61,12 +69,11 @@ class _Given:
 
     @property
     def count(self) -> int:
-        return len(self.x)
+        return self.x.shape[0]  # which an exported graph asks anew each time
 
     def __call__(self, weights: Weights, what: What = "logits", network: str = OWN) -> Tensor:
         module, head = next(self.networks)
-        tensors = dict(module.named_parameters()) | dict(module.named_buffers())
-        return outputs(module, head, tensors, self.x, what)
+        return caught(module, head, lambda: module(self.x), what).to(precision_of(self.x))
 
     def on(self, features: Tensor, weights: Weights, network: str = OWN) -> Tensor:
         module, head = next(self.networks)
@@ -96,24 +103,147 @@ def filled(network: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
     return module
 
 
-def load_model(path: str | Path, network: nn.Module, head: str = "") -> nn.Module:
+@dataclass(frozen=True)
+class Part:
+    """One network of a model: what it is, what it takes, and how many numbers it gives."""
+
+    architecture: Any
+    """A name and options."""
+    inputs: Inputs
+    outputs: int
+    between: bool = False
+    """Whether it takes features of others: such a network has no head."""
+
+    def build(self) -> tuple[nn.Module, str]:
+        architecture = architectures.build(self.architecture)
+        module = build_module(architecture, self.inputs, self.outputs)
+        return module, "" if self.between else architecture.head_in(module)
+
+    @property
+    def is_built_in(self) -> bool:
+        """Whether nothing is imported to build it."""
+        name = self.architecture.get("name")
+        if name == Imported.registered_name or name not in architectures:
+            return False
+        return architectures[name].__module__.startswith("perfed.")
+
+    def to_mapping(self) -> dict[str, Any]:
+        return {
+            "architecture": self.architecture,
+            "shape": list(self.inputs.shape),
+            "vocabulary": self.inputs.vocabulary,
+            "outputs": self.outputs,
+            "between": self.between,
+        }
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> Part:
+        inputs = Inputs.with_vocabulary(
+            [int(n) for n in values["shape"]], int(values["vocabulary"])
+        )
+        return cls(
+            dict(values["architecture"]), inputs, int(values["outputs"]), bool(values["between"])
+        )
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """What one must know to build a model from its file, and to use it."""
+
+    parts: Mapping[str, Part]
+    """By the name that the algorithm has for a network; a client's own is ``OWN``."""
+    needs: Needs
+    card: Mapping[str, str] = field(default_factory=dict)
+    """Where it comes from: the run, the method."""
+
+    @classmethod
+    def of(cls, population: Population, client: int, needs: Needs, run: str) -> Blueprint:
+        parts = {
+            name: Part(plain(architecture), inputs, outputs, name in population.between)
+            for name, (architecture, inputs, outputs) in population.networks_of(client).items()
+        }
+        return cls(parts, needs, {"run": run, "method": population.algorithm.label()})
+
+    def text(self) -> str:
+        """For the file itself."""
+        parts = {name: part.to_mapping() for name, part in self.parts.items()}
+        needs = to_mapping(self.needs)
+        return json.dumps({"networks": parts, "needs": needs, "card": dict(self.card)})
+
+    @classmethod
+    def from_text(cls, text: str) -> Blueprint:
+        try:
+            values = json.loads(text)
+            parts = {name: Part.from_mapping(part) for name, part in values["networks"].items()}
+            card = {str(name): str(value) for name, value in values["card"].items()}
+            return cls(parts, from_mapping(Needs, values["needs"]), card)
+        except (AttributeError, RecursionError, *tensorfile.MALFORMED) as error:
+            raise RunError(f"what it says of itself cannot be read: {error}") from None
+
+    def make(self, network: str) -> tuple[nn.Module, str]:
+        if network not in self.parts:
+            raise RunError(f"the file holds a network '{network}', and nothing says what it is")
+        return self.parts[network].build()
+
+    def replaced(self, own: Part) -> Blueprint:
+        """With another word on what the client's own network is."""
+        return replace(self, parts={**self.parts, OWN: own})
+
+    def check_built_in(self, but_own: bool = False) -> None:
+        """A file from elsewhere must not say what is imported here."""
+        for name, part in self.parts.items():
+            if not part.is_built_in and not (but_own and name == OWN):
+                own = shown(part.architecture.get("factory") or part.architecture.get("name"))
+                raise RunError(
+                    f"it was trained with a network of your own, {own}, which is not imported "
+                    "because a file says so: give the network (--network)"
+                )
+
+
+def load_model(path: str | Path, network: nn.Module | None = None, head: str = "") -> nn.Module:
     """The model in a file, ``personal.safetensors`` of a site say, in evaluation mode.
 
-    ``network`` is of the architecture that was trained; it is not changed, and its weights do not
-    matter. Where a client predicts with more than one network, there are copies of it. ``head`` is
-    the name of its last layer, where the model needs to know it and it is not its last Linear.
+    The file says which networks it holds. ``network`` is needed where the client's own is not one
+    of perfed's, or the file is of an earlier version: a module of the architecture that was
+    trained. It is not changed, and its weights do not matter. Where a client predicts with several
+    models of it, there are copies. ``head`` is the name of its last layer, where the model needs to
+    know it and it is not its last Linear.
     """
-    if not isinstance(network, nn.Module):
+    if network is not None and not isinstance(network, nn.Module):
         raise ConfigError(f"expected a network, a torch.nn.Module, got {network!r}", "network")
-    return load_with(Path(path), lambda name: (network, head or last_linear(network)))
+    path = Path(path)
+    about = tensorfile.load_described(path)[1]
+    if not about and network is None:
+        raise ConfigError(f"{path} does not say what it is: give the network", "network")
+    with in_file(path):
+        blueprint = Blueprint.from_text(about) if about else None
+        if network is None:
+            assert blueprint is not None
+            blueprint.check_built_in()
+
+    def make(name: str) -> tuple[nn.Module, str]:
+        if blueprint is not None and (network is None or name in {*blueprint.parts} - {OWN}):
+            return blueprint.make(name)
+        assert network is not None
+        return network, head or last_linear(network)
+
+    return load_with(path, make)
 
 
 def load_with(path: Path, make: Make) -> nn.Module:
     """The model in a file, in evaluation mode."""
-    try:
+    with in_file(path):
         tensors = tensorfile.load(path)
         if broken := find_not_finite({"": [*tensors.items()]}):
             raise RunError(f"'{broken[1]}' is not finite")
         return module_of(tensors, make).eval()
+
+
+@contextmanager
+def in_file(path: Path) -> Iterator[None]:
+    """Errors say which file they are about."""
+    try:
+        yield
     except RunError as error:
-        raise RunError(f"{path}: {error}") from None
+        text = str(error)
+        raise RunError(text if str(path) in text else f"{path}: {text}") from None

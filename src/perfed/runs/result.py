@@ -14,12 +14,14 @@ from perfed.core.errors import RunError
 from perfed.core.inputs import Inputs
 from perfed.core.layout import Table
 from perfed.core.network import Between
+from perfed.core.schema import from_mapping, plain
 from perfed.core.tree import OWN
+from perfed.data.needs import Needs
 from perfed.engines.population import sized
-from perfed.models import architectures, build_module, find_head
+from perfed.models import architectures, find_head
 from perfed.runs.directory import FEDERATION, RunDirectory
 from perfed.runs.drawing import drawing
-from perfed.runs.model_file import load_with
+from perfed.runs.model_file import Blueprint, Part, load_with
 from perfed.runs.settings import read_experiment, refuse_changes
 
 if TYPE_CHECKING:
@@ -151,6 +153,13 @@ class Result:
         with self.directory.reading():
             return self._model(client, kind)
 
+    def model_clients(self) -> list[int]:
+        """Whose models there are."""
+        if not (self.path / "models").is_dir():
+            raise RunError(f"{self.path} has no models: {self._where_models_are()}")
+        index = self.directory.read_json("models/index.json")
+        return list(index.get("numbers", range(len(index["clients"]))))
+
     def _model(self, client: int, kind: str | None) -> nn.Module:
         index = self.directory.read_json("models/index.json")
         numbers = index.get("numbers", range(len(index["clients"])))
@@ -161,25 +170,45 @@ class Result:
         files = entry["models"]
         if kind is not None and kind not in files:
             raise RunError(f"client {client} has no {kind} model, only {', '.join(files)}")
-        known = {OWN: index["architectures"][entry["architecture"]]} | index.get("networks", {})
+        file = self.path / "models" / (files[kind] if kind else headline(files))
+        return load_with(file, self._blueprint(index, entry).make)
 
-        between = {name: Between(**one) for name, one in index.get("between", {}).items()}
+    def needs(self) -> Needs:
+        """What samples the models take."""
+        with self.directory.reading():
+            index = self.directory.read_json("models/index.json")
+            if "needs" in index:
+                return from_mapping(Needs, index["needs"])
+            # An earlier version: pixels were bytes, or nobody knows.
+            partition = self.directory.read_json("partition.json")
+            scales, data = partition.get("standardised", {}), partition.get("data", {})
+            return Needs(
+                shape=tuple(index["input_shape"]),
+                classes=index["classes"],
+                names=tuple(data.get("classes", ())),
+                vocabulary=index.get("vocabulary", 0),
+                columns=tuple(data.get("columns", ())),
+                mean=tuple(scales.get("mean", ())),
+                deviation=tuple(scales.get("deviation", ())),
+                pixels=() if scales else (-1.0, 1.0),
+            )
+
+    def _blueprint(self, index: Mapping[str, Any], entry: Mapping[str, Any]) -> Blueprint:
+        """Of a client's models; the size of a network between others follows from theirs."""
         vocabulary = index.get("vocabulary", 0)  # earlier versions had numbers alone
         inputs = Inputs.with_vocabulary(index["input_shape"], vocabulary)
+        known = {OWN: index["architectures"][entry["architecture"]]} | index.get("networks", {})
+        parts = {name: Part(a, inputs, index["classes"]) for name, a in known.items()}
 
         def width(network: str) -> int:
             architecture = architectures.build(known[network])
-            module = build_module(architecture, inputs, index["classes"])
-            return find_head(architecture, module, inputs)[1]
+            return find_head(architecture, parts[network].build()[0], inputs)[1]
 
-        def make(network: str) -> tuple[nn.Module, str]:
-            if network in between:
-                return build_module(*sized(between[network], width)), ""
-            architecture = architectures.build(known[network])
-            module = build_module(architecture, inputs, index["classes"])
-            return module, architecture.head_in(module)
-
-        return load_with(self.path / "models" / (files[kind] if kind else headline(files)), make)
+        for name, one in index.get("between", {}).items():
+            architecture, taken, given = sized(Between(**one), width)
+            parts[name] = Part(plain(architecture), taken, given, between=True)
+        card = {"run": self.experiment.name, "method": self.experiment.algorithm.label()}
+        return Blueprint(parts, self.needs(), card)
 
     def _where_models_are(self) -> str:
         if (self.path / FEDERATION).is_file():

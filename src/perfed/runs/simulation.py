@@ -23,10 +23,11 @@ from perfed.core.hostile import honest_ones
 from perfed.core.message import Message
 from perfed.core.metrics import check_range
 from perfed.core.notices import say_once
-from perfed.core.schema import plain
+from perfed.core.schema import plain, to_mapping
 from perfed.core.selection import select_clients
 from perfed.core.threads import WRITERS, cpu_threads, in_threads
 from perfed.core.tree import flatten
+from perfed.data.needs import needs_of
 from perfed.engines import ClientRecord, ClientStore, Engine, Execution, Outcome, Population
 from perfed.engines.base import STEPS
 from perfed.engines.execution import fitting_threads
@@ -317,6 +318,7 @@ class Simulation(Coordinator):
                 "input_shape": list(self.population.inputs.shape),
                 "vocabulary": self.population.inputs.vocabulary,
                 "classes": self.federation.samples.classes,
+                "needs": to_mapping(needs_of(self.federation, self.population.inputs)),
                 "architectures": {
                     label: plain(architecture)
                     for label, architecture in self.population.by_label.items()
