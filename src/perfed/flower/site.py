@@ -17,7 +17,6 @@ not. A round that it has done is not trained again; it is answered from the chec
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import json
 import re
 import uuid
@@ -32,7 +31,7 @@ import torch
 from torch import Tensor
 
 from perfed.config import Training
-from perfed.core import tensorfile
+from perfed.core import locks, tensorfile
 from perfed.core.algorithm import Algorithm, Client, reference_algorithm
 from perfed.core.errors import ConfigError, Diverged, PerfedError, RunError
 from perfed.core.message import Message
@@ -524,8 +523,7 @@ class Site:
     @contextmanager
     def _alone_here(self) -> Iterator[None]:
         """One process at a time; another waits, and then finds the round done."""
-        with open(self._lock_file(), "w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        with locks.locked(self._lock_file(), patience=None):
             yield
 
     def _lock_file(self) -> Path:
