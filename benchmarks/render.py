@@ -14,6 +14,7 @@ from typing import Any
 
 from committed import ROOT, machine, result
 from drawn import draw, stamp_in, stamp_of
+from first_blocks import BLOCKS as FIRST_BLOCKS
 from guide_blocks import BLOCKS as GUIDE_BLOCKS
 from kin_blocks import BLOCKS as KIN_BLOCKS
 from paper_blocks import BLOCKS as PAPER_BLOCKS
@@ -41,6 +42,7 @@ DOCUMENTS = (
     "docs/one-table.md",
     "docs/security.md",
     "docs/methods.md",
+    "docs/rounding.md",
 )
 
 
@@ -425,6 +427,7 @@ BLOCKS = {
     "digits-groups-gains": lambda: against_local("all_algorithms"),
     "batchnorm": batchnorm,
     "tuning": tuning,
+    **FIRST_BLOCKS,
     **PAPER_BLOCKS,
     **GUIDE_BLOCKS,
     **SUCCESSOR_BLOCKS,
