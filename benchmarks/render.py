@@ -14,6 +14,7 @@ from typing import Any
 
 from committed import ROOT, machine, result
 from drawn import draw, stamp_in, stamp_of
+from first_blocks import BLOCKS as FIRST_BLOCKS
 from guide_blocks import BLOCKS as GUIDE_BLOCKS
 from hostile_blocks import BLOCKS as HOSTILE_BLOCKS
 from hostile_blocks import FIGURES as HOSTILE_FIGURES
@@ -44,6 +45,7 @@ DOCUMENTS = (
     "docs/security.md",
     "docs/methods.md",
     "docs/hostile.md",
+    "docs/rounding.md",
 )
 
 
@@ -428,6 +430,7 @@ BLOCKS = {
     "digits-groups-gains": lambda: against_local("all_algorithms"),
     "batchnorm": batchnorm,
     "tuning": tuning,
+    **FIRST_BLOCKS,
     **PAPER_BLOCKS,
     **GUIDE_BLOCKS,
     **SUCCESSOR_BLOCKS,

@@ -56,8 +56,9 @@ def blocks(page: Path) -> list[Block]:
     return found
 
 
-def play(page: Path, folder: Path) -> None:
-    """Run a page's blocks in ``folder``, which must be the working directory, and empty."""
+def play(page: Path, folder: Path) -> dict[str, Any]:
+    """Run a page's blocks in ``folder``, which must be the working directory, and empty. Returns the
+    names that its Python blocks have made."""
     namespace: dict[str, Any] = {"__name__": "__main__"}
     shell = Shell(folder)
     for block in blocks(page):
@@ -72,6 +73,7 @@ def play(page: Path, folder: Path) -> None:
             exec(compile("\n" * (block.line - 1) + code, str(page), "exec"), namespace)
         elif block.language == "sh":
             shell.run(code, where)
+    return namespace
 
 
 def check_configuration(values: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import sys
 from collections.abc import Callable
 from typing import Annotated
@@ -85,6 +86,7 @@ def _root(
 
 
 def main() -> None:
+    _say_what_can_be_said()
     try:
         app()
     except PerfedError as error:
@@ -99,6 +101,13 @@ def main() -> None:
         hint = "fewer clients, smaller batches or networks, or --store-limit"
         print(f"perfed: not enough memory: {hint}", file=sys.stderr)
         sys.exit(2)
+
+
+def _say_what_can_be_said() -> None:
+    """A pipe on Windows may have no λ: a question mark stands there, and nothing is lost."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def _is_shortage(error: Exception) -> bool:

@@ -219,8 +219,11 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Its names are on the disk as its files are."""
-    handle = os.open(folder, os.O_RDONLY)
+    """Its names are on the disk as its files are; Windows opens no folder, and has no such call."""
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except PermissionError:
+        return
     try:
         os.fsync(handle)
     finally:

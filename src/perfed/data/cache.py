@@ -11,7 +11,6 @@ whole, whatever was interrupted.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import http.client
 import json
@@ -28,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from perfed.core import locks
 from perfed.core.errors import DataError, did_you_mean, shape_text
 from perfed.core.tensorfile import sync_folder, write_atomically
 from perfed.data.opening import file_content, open_file
@@ -261,10 +261,10 @@ def _checksum(path: Path, kind: str) -> str:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """One process at a time; the lock goes with the process, however it ends."""
-    with open(path, "w") as file:
+    """One process at a time."""
+    with contextlib.ExitStack() as held:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            held.enter_context(locks.locked(path))
+        except TimeoutError:
             raise DataError(f"another process is getting this set ({path})") from None
         yield

@@ -13,7 +13,6 @@ notes the hash of the last line elsewhere finds that out, too.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -24,7 +23,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from perfed.core import tensorfile
+from perfed.core import locks, tensorfile
 from perfed.core.errors import RunError
 from perfed.core.layout import Table
 from perfed.core.message import Message
@@ -80,8 +79,8 @@ class Ledger:
     def _opened(self) -> Iterator[BinaryIO]:
         """For this process alone."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.path, "a+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        lock = self.path.with_name(f".{self.path.name}.lock")
+        with locks.locked(lock, patience=None), open(self.path, "a+b") as file:
             yield file
 
     def _end(self, file: BinaryIO) -> tuple[Head, bytes, dict[str, str]]:

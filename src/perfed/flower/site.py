@@ -19,7 +19,6 @@ not. A round that it has done is not trained again; it is answered from the chec
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import json
 import re
 import uuid
@@ -34,7 +33,7 @@ import torch
 from torch import Tensor
 
 from perfed.config import Training, check_private
-from perfed.core import tensorfile
+from perfed.core import locks, tensorfile
 from perfed.core.accounting import composed, epsilon
 from perfed.core.algorithm import Algorithm, Client, reference_algorithm
 from perfed.core.errors import ConfigError, Diverged, PerfedError, RunError
@@ -588,8 +587,7 @@ class Site:
     @contextmanager
     def alone_here(self) -> Iterator[None]:
         """One process at a time; another waits, and then finds the round done."""
-        with open(self._lock_file(), "w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        with locks.locked(self._lock_file(), patience=None):
             yield
 
     def _lock_file(self) -> Path:

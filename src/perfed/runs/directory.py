@@ -24,7 +24,6 @@ where they were at the checkpoint.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import itertools
 import json
 import os
@@ -41,6 +40,7 @@ from typing import Any
 import torch
 
 from perfed.config import dump_yaml
+from perfed.core import locks
 from perfed.core.errors import RunError
 from perfed.core.notices import say_once
 from perfed.core.tensorfile import write_atomically
@@ -126,28 +126,17 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """One process at a time; the lock goes with the process, however it ends."""
-        with open(self.path / LOCK, "w") as file:
-            for patience in (0.05, 0.2, None):  # a report that looks has it for a moment
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except OSError:
-                    if patience is None:
-                        raise RunError(f"{self.path} is in use by another process") from None
-                    time.sleep(patience)
+        """One process at a time."""
+        with contextlib.ExitStack() as held:
+            try:
+                held.enter_context(locks.locked(self.path / LOCK))
+            except TimeoutError:
+                raise RunError(f"{self.path} is in use by another process") from None
             yield
 
     def in_use(self) -> bool:
         """Whether a process works on it."""
-        if not (self.path / LOCK).is_file():
-            return False
-        with open(self.path / LOCK) as file:
-            try:  # shared, so that two that look do not take each other for a run
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except OSError:
-                return True
-        return False
+        return locks.is_held(self.path / LOCK)
 
     def write_json(self, name: str, values: Mapping[str, Any]) -> None:
         """Keys and values, and their checksum."""

@@ -11,7 +11,9 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+NAMES = ("SIGINT", "SIGTERM", "SIGHUP")
+SIGNALS = tuple(getattr(signal, name) for name in NAMES if hasattr(signal, name))
+"""Windows has no SIGHUP."""
 
 
 class Stopped(KeyboardInterrupt):
