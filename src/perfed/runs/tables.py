@@ -117,7 +117,8 @@ def summary(summaries: Sequence[dict[str, Any]], standing: Standing | None = Non
     shown = rows(summaries)
     note = footnote(shown) + (f"\n{standing.note()}" if standing else "")
     bold = standing.bold(shown) if standing else set()
-    header, lines = HEADER, [cells(row) for row in shown]
+    header: tuple[str, ...] = HEADER
+    lines = [cells(row) for row in shown]
     if any("privacy" in one for one in summaries):
         header, note = (*HEADER, "ε"), note + PRIVATE
         lines = [[*line, row.epsilon()] for line, row in zip(lines, shown, strict=True)]
