@@ -26,6 +26,7 @@ from screening_blocks import BLOCKS as SCREENING_BLOCKS
 from security_blocks import BLOCKS as SECURITY_BLOCKS
 from study_blocks import BLOCKS as STUDY_BLOCKS
 from successor_blocks import BLOCKS as SUCCESSOR_BLOCKS
+from use_blocks import BLOCKS as USE_BLOCKS
 
 from perfed.bench import render as render_bench
 from perfed.runs.tables import spread, summary
@@ -46,6 +47,7 @@ DOCUMENTS = (
     "docs/methods.md",
     "docs/hostile.md",
     "docs/rounding.md",
+    "docs/use.md",
 )
 
 
@@ -440,6 +442,7 @@ BLOCKS = {
     **PEERS_BLOCKS,
     **STUDY_BLOCKS,
     **HOSTILE_BLOCKS,
+    **USE_BLOCKS,
     "bench-h200": lambda: engines("bench_h200"),
     "bench-cpu": lambda: engines("bench_cpu"),
     "profile": profile,

@@ -35,6 +35,7 @@ NOT_RUN = {
     "docs/one-table.md": 1,
     "docs/reports.md": 2,
     "docs/reproduction.md": 2,
+    "docs/use.md": 2,
 }
 """Marks in a page that something in it is not run: each has a reason, and they are few."""
 

@@ -35,6 +35,8 @@ from perfed.runs.model_file import module_of
 from perfed.use.exporting import TOLERANCE, export_model
 from perfed.use.opening import Ready, of_module, open_model
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+MODELS = {f"perfed.models.{name}" for name in ("architectures", "pictures", "sequences")}
 PICTURES = Needs(shape=(1, 8, 8), classes=3, names=("cat", "dog", "emu"), pixels=(-1.0, 1.0))
 NETWORKS: dict[str, tuple[nn.Module, str]] = {
     OWN: (nn.Sequential(nn.Flatten(), nn.Linear(64, 5), nn.ReLU(), nn.Linear(5, 3)), "3"),
@@ -132,6 +134,14 @@ def test_networks_of_each_kind_are_exported(tmp_path: Path) -> None:
     module = build_module(architectures.build("token-gru"), inputs, 3).eval()
     tokens = of_module(module, Needs(shape=(6,), classes=3, vocabulary=20), {})
     assert export_model(tokens, tmp_path / "tokens.onnx") < TOLERANCE
+
+
+def test_all_networks_have_been_exported_once() -> None:
+    """The record of benchmarks/exports.py, which takes minutes, lacks none of them."""
+    record = json.loads((RESULTS / "exports.json").read_text("utf-8"))["differences"]
+    built_in = {name for name in architectures if architectures[name].__module__ in MODELS}
+    assert record.keys() == built_in - {"imported"}
+    assert max(far for by_kind in record.values() for far in by_kind.values()) < TOLERANCE
 
 
 def test_a_stranger_can_use_the_file_by_what_is_written_in_it(tmp_path: Path) -> None:

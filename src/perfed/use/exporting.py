@@ -129,7 +129,9 @@ def _distances(a: Tensor, b: Tensor, p: float = 2.0, mode: int | None = None) ->
 
 def _torchscript(graph: nn.Module, x: Tensor, metadata: dict[str, str]) -> bytes:
     with torch.no_grad():
-        traced = torch.jit.trace(graph, (x,), check_trace=False)
+        traced = torch.jit.trace(  # type: ignore[no-untyped-call]
+            graph, (x,), check_trace=False
+        )
     file = io.BytesIO()
     torch.jit.save(traced, file, _extra_files=metadata)
     return file.getvalue()

@@ -25,6 +25,7 @@ from perfed.flower.settings import read_site
 from perfed.flower.site import ALONE, PERSONAL, REPORT
 from perfed.models import architectures
 from perfed.runs import Result
+from perfed.runs.comparison import FILE as COMPARISON
 from perfed.runs.model_file import Blueprint, Part, in_file, load_with
 from perfed.runs.result import headline_kind
 
@@ -64,6 +65,10 @@ def open_model(
     trained with code of your own."""
     ending = path.suffix.lower()
     is_run = (path / "config.yaml").is_file()
+    if (path / COMPARISON).is_file():
+        runs = sorted(file.parent for file in path.rglob("config.yaml"))
+        such = f", such as {runs[0]}" if runs else ""
+        raise RunError(f"{path} holds several runs: name one of them{such}")
     if client is not None and not is_run:
         raise ConfigError("only a run directory has several clients", "--client")
     if kind is not None and not is_run:
@@ -202,7 +207,9 @@ def _of_torchscript(path: Path) -> Ready:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it is deprecated, and works
-            module = torch.jit.load(str(path), map_location="cpu", _extra_files=extra)
+            module = torch.jit.load(  # type: ignore[no-untyped-call]
+                str(path), map_location="cpu", _extra_files=extra
+            )
         text = extra[ABOUT]
         needs, card = _about(text.decode() if isinstance(text, bytes) else text)
     except PerfedError as error:
