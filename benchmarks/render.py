@@ -17,8 +17,10 @@ from drawn import draw, stamp_in, stamp_of
 from guide_blocks import BLOCKS as GUIDE_BLOCKS
 from kin_blocks import BLOCKS as KIN_BLOCKS
 from paper_blocks import BLOCKS as PAPER_BLOCKS
-from paper_blocks import FIGURES
+from paper_blocks import FIGURES as PAPER_FIGURES
 from peers_blocks import BLOCKS as PEERS_BLOCKS
+from privacy_blocks import BLOCKS as PRIVACY_BLOCKS
+from privacy_blocks import FIGURES as PRIVACY_FIGURES
 from screening_blocks import BLOCKS as SCREENING_BLOCKS
 from security_blocks import BLOCKS as SECURITY_BLOCKS
 from study_blocks import BLOCKS as STUDY_BLOCKS
@@ -40,6 +42,7 @@ DOCUMENTS = (
     "docs/benchmark.md",
     "docs/one-table.md",
     "docs/security.md",
+    "docs/privacy.md",
     "docs/methods.md",
 )
 
@@ -432,6 +435,7 @@ BLOCKS = {
     **SCREENING_BLOCKS,
     **SECURITY_BLOCKS,
     **PEERS_BLOCKS,
+    **PRIVACY_BLOCKS,
     **STUDY_BLOCKS,
     "bench-h200": lambda: engines("bench_h200"),
     "bench-cpu": lambda: engines("bench_cpu"),
@@ -467,7 +471,7 @@ def main() -> None:
             wrong.append(name)
             if "--check" not in sys.argv:
                 path.write_text(new, "utf-8")
-    for name, plot in FIGURES.items():
+    for name, plot in {**PAPER_FIGURES, **PRIVACY_FIGURES}.items():
         path, figure = ROOT / "docs" / f"{name}.png", plot()
         if stamp_in(path) != stamp_of(figure):
             wrong.append(f"docs/{path.name}")
