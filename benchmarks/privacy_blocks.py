@@ -52,7 +52,9 @@ def epsilon_table() -> str:
     rows.append(["local", *["" for _ in BUDGETS], shown("local", None)])
     seeds = sorted({run["seed"] for run in record["runs"].values()})
     note = f"Test accuracy in %, mean and standard deviation over seeds {seeds} "
-    return layout.markdown([Table("", header, rows)]) + f"\n{note}{machine(record['environment'])}."
+    return (
+        layout.markdown([Table("", header, rows)]) + f"\n\n{note}{machine(record['environment'])}."
+    )
 
 
 def link_table() -> str:
@@ -66,7 +68,7 @@ def link_table() -> str:
         rows.append([method, *cells, f"{statistics.mean(costs):+.1f}"])
     rows.append(["local", spread([v / 100 for v in accuracies(record, "local", None)]), "", ""])
     table = Table("", ("method", "without", f"--link private, ε ≤ {budget:g}", "points"), rows)
-    return layout.markdown([table]) + f"\n{machine(record['environment'])}"
+    return layout.markdown([table]) + f"\n\n{machine(record['environment'])}"
 
 
 def attacks_table() -> str:
@@ -102,7 +104,7 @@ def attacks_table() -> str:
         f"AUC 0.500, 0.10 % found, and a label mix off by {100 * guessed:.0f} % for who guesses "
         f"that of all clients. With privacy fedproto is refused {machine(record['environment'])}."
     )
-    return layout.markdown([Table("", header, rows)]) + f"\n{note}"
+    return layout.markdown([Table("", header, rows)]) + f"\n\n{note}"
 
 
 FIGURES = {"privacy-epsilon": epsilon_figure}
