@@ -115,7 +115,8 @@ def quantity(value: float, unit: str = "") -> str:
 def summary(summaries: Sequence[dict[str, Any]]) -> Table:
     shown = rows(summaries)
     note = footnote(shown)
-    header, lines = HEADER, [cells(row) for row in shown]
+    header: tuple[str, ...] = HEADER
+    lines = [cells(row) for row in shown]
     if any("privacy" in one for one in summaries):
         header, note = (*HEADER, "ε"), note + PRIVATE
         lines = [[*line, row.epsilon()] for line, row in zip(lines, shown, strict=True)]
