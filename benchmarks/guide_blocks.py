@@ -16,6 +16,7 @@ from perfed.config import LINKS, PRESETS, preset_names, read_mapping
 from perfed.core import layout
 from perfed.core.algorithm import needs
 from perfed.core.layout import Table
+from perfed.core.privacy import Privacy
 from perfed.core.registry import Registry
 from perfed.core.schema import plain
 from perfed.explain import described
@@ -152,6 +153,7 @@ BLOCKS = {
     "choosing-clusters": by_clusters,
     "options-experiment": lambda: options(perfed.Experiment),
     "options-training": lambda: options(perfed.Training),
+    "options-privacy": lambda: options(Privacy),
     "options-split": lambda: options(perfed.Split),
     "options-models": lambda: options(perfed.Models),
     "options-execution": lambda: options(perfed.Execution),

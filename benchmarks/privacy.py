@@ -1,9 +1,9 @@
 """What privacy costs: accuracy against ε, on digits.
 
-    python benchmarks/privacy.py                 all runs, then docs/privacy-epsilon.png
+    python benchmarks/privacy.py                 all runs; render.py draws docs/privacy-epsilon.png
     python benchmarks/privacy.py --workers 15    on several processes; resumable
 
-About 60 runs of five seconds of one core. Each is written down when it ends, so that a second
+57 runs of one or two seconds of one core. Each is written down when it ends, so that a second
 start goes on. ``--link`` measures what the preset ``presets/links/private.yaml`` costs, in its own
 record.
 """
@@ -13,14 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from committed import RESULTS, ROOT
+from committed import RESULTS
 
 SEEDS = (0, 1, 2)
 BUDGETS = (1.0, 2.0, 4.0, 8.0, 16.0, 64.0)
@@ -122,58 +121,23 @@ def measure(path: Path, link: bool, workers: int) -> None:
             print(name, f"{100 * line['accuracy']:.1f}", flush=True)
 
 
-def draw(record: dict[str, Any], path: Path) -> None:
-    """Accuracy against ε; a band for one standard deviation over the seeds."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    runs = list(record["runs"].values())
-    figure, axes = plt.subplots(figsize=(6.4, 4.0), layout="constrained")
-
-    def accuracy(algorithm: str, budget: float | None) -> list[float]:
-        return [
-            100 * run["accuracy"]
-            for run in runs
-            if run["algorithm"] == algorithm and (run["privacy"] or {}).get("epsilon") == budget
-        ]
-
-    alone = statistics.mean(accuracy("local", None))
-    axes.axhline(alone, color="0.4", lw=1.2, ls="--", label="local: sends nothing, ε = 0")
-    for number, method in enumerate(METHODS):
-        values = [accuracy(method, budget) for budget in BUDGETS]
-        means = [statistics.mean(v) for v in values]
-        spread = [statistics.stdev(v) for v in values]
-        colour = f"C{number}"
-        axes.plot(BUDGETS, means, marker="o", color=colour, label=method)
-        low = [m - s for m, s in zip(means, spread, strict=True)]
-        high = [m + s for m, s in zip(means, spread, strict=True)]
-        axes.fill_between(BUDGETS, low, high, color=colour, alpha=0.15, lw=0)
-        open_end = statistics.mean(accuracy(method, None))
-        axes.plot(BUDGETS[-1] * 2.2, open_end, marker="s", color=colour, ls="none")
-    axes.set_xscale("log", base=2)
-    ticks = [*BUDGETS, BUDGETS[-1] * 2.2]
-    axes.set_xticks(ticks, [f"{b:g}" for b in BUDGETS] + ["none"])
-    axes.set_xlabel("ε, the most that a client spends (δ = 1e-5); none: without privacy")
-    axes.set_ylabel("test accuracy, %")
-    axes.legend(frameon=False, fontsize=9)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
+def accuracies(record: dict[str, Any], algorithm: str, budget: float | None) -> list[float]:
+    """Percent, by seed; without a budget, those without privacy."""
+    return [
+        100 * run["accuracy"]
+        for run in record["runs"].values()
+        if run["algorithm"] == algorithm and (run["privacy"] or {}).get("epsilon") == budget
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--link", action="store_true")
-    parser.add_argument("--draw", action="store_true", help="only the figure, from the record")
     given = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     path = RESULTS / ("privacy_link.json" if given.link else "privacy.json")
-    if not given.draw:
-        measure(path, given.link, given.workers)
-    if not given.link:
-        draw(json.loads(path.read_text("utf-8")), ROOT / "docs" / "privacy-epsilon.png")
+    measure(path, given.link, given.workers)
 
 
 if __name__ == "__main__":

@@ -287,8 +287,12 @@ def attack(method: str, link: str, shadows: int) -> dict[str, Any]:
         "label_mix": float(np.abs(mixes - true).sum(-1).mean() / 2),
         "label_mix_guessed": float(np.abs(guessed - true).sum(-1).mean() / 2),
         "count_error": float((np.abs(told - count) / count).mean()),
-        "likeness": float(np.mean([run["likeness"].mean() for run in runs])),
+        "likeness": _number(np.mean([run["likeness"].mean() for run in runs])),
     }
+
+
+def _number(value: Any) -> float | None:
+    return None if np.isnan(value) else float(value)
 
 
 def covered(method: str, link: str) -> bool:
@@ -300,7 +304,7 @@ def covered(method: str, link: str) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--shadows", type=int, default=64)
+    parser.add_argument("--shadows", type=int, default=32)
     given = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     import torch

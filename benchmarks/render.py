@@ -20,8 +20,10 @@ from hostile_blocks import BLOCKS as HOSTILE_BLOCKS
 from hostile_blocks import FIGURES as HOSTILE_FIGURES
 from kin_blocks import BLOCKS as KIN_BLOCKS
 from paper_blocks import BLOCKS as PAPER_BLOCKS
-from paper_blocks import FIGURES
+from paper_blocks import FIGURES as PAPER_FIGURES
 from peers_blocks import BLOCKS as PEERS_BLOCKS
+from privacy_blocks import BLOCKS as PRIVACY_BLOCKS
+from privacy_blocks import FIGURES as PRIVACY_FIGURES
 from screening_blocks import BLOCKS as SCREENING_BLOCKS
 from security_blocks import BLOCKS as SECURITY_BLOCKS
 from study_blocks import BLOCKS as STUDY_BLOCKS
@@ -44,6 +46,7 @@ DOCUMENTS = (
     "docs/benchmark.md",
     "docs/one-table.md",
     "docs/security.md",
+    "docs/privacy.md",
     "docs/methods.md",
     "docs/hostile.md",
     "docs/rounding.md",
@@ -440,6 +443,7 @@ BLOCKS = {
     **SCREENING_BLOCKS,
     **SECURITY_BLOCKS,
     **PEERS_BLOCKS,
+    **PRIVACY_BLOCKS,
     **STUDY_BLOCKS,
     **HOSTILE_BLOCKS,
     **USE_BLOCKS,
@@ -477,7 +481,7 @@ def main() -> None:
             wrong.append(name)
             if "--check" not in sys.argv:
                 path.write_text(new, "utf-8")
-    for name, plot in (FIGURES | HOSTILE_FIGURES).items():
+    for name, plot in (PAPER_FIGURES | HOSTILE_FIGURES | PRIVACY_FIGURES).items():
         path, figure = ROOT / "docs" / f"{name}.png", plot()
         if stamp_in(path) != stamp_of(figure):
             wrong.append(f"docs/{path.name}")

@@ -87,7 +87,8 @@ def chosen_each(key: int, steps: int, count: int, chance: float, device: torch.d
     """Whether each of ``count`` samples is in each step, (steps, count): each with this chance,
     whatever becomes of the others."""
     bits = random_bits(torch.tensor(key, device=device), steps * count).view(steps, count)
-    return bits < min(int(chance * 2**BITS), 2**BITS - 1)
+    chosen: Tensor = bits < min(int(chance * 2**BITS), 2**BITS - 1)
+    return chosen
 
 
 def substream(keys: Tensor, number: int) -> Tensor:
