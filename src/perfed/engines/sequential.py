@@ -16,6 +16,7 @@ from torch import Tensor
 from perfed.core.algorithm import Network, Private, Public, trainable
 from perfed.core.gradients import check_sample_gradients, clipped_mean
 from perfed.core.network import outputs
+from perfed.core.own_code import objective_with
 from perfed.core.randomness import addressed
 from perfed.core.tree import Weights
 from perfed.engines.base import Forward, Job, Request, Sgd, Trained, mini_batches, step_keys
@@ -97,7 +98,8 @@ def _loss(
     request: Sgd, networks: Mapping[str, Network], private: Any, public: Public | None
 ) -> Tensor:
     given: Any = next(iter(networks.values())) if request.single else networks
-    return request.objective(given, private, public, *request.inputs)
+    with objective_with(public):
+        return request.objective(given, private, public, *request.inputs)
 
 
 def _networks(
