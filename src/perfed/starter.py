@@ -38,6 +38,8 @@ SAMPLES_A_CLIENT, MOST_CLIENTS = 30, 20
 MINIMUM = 20
 WIDTH = 100
 LIKELY_TARGETS = ("label", "target", "class", "y")
+IDS = ("id", "ids", "uuid", "guid", "index", "key", "nr", "number")
+DATE = re.compile(r"\s*(\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.]\d{2,4})\b")
 
 
 def recognise(text: str) -> dict[str, Any]:
@@ -91,6 +93,28 @@ def likely_target(source: Mapping[str, Any]) -> str:
         return LIKELY_TARGETS[0]
     by_name = {column.lower(): column for column in columns}
     return next((by_name[name] for name in LIKELY_TARGETS if name in by_name), columns[-1])
+
+
+def names_of_rows(source: Mapping[str, Any]) -> list[str]:
+    """Columns that name or date a row and say nothing of its label: a network would learn the rows
+    by heart. Ids by their name, if all differ, and dates by how they look."""
+    path = expanded(source["path"], "--data")
+    try:
+        if source.get("by_client"):
+            path = min(path.glob("*.csv"))
+        columns = read_sheet(path).columns
+    except PerfedError:  # what is wrong is said when the data is read
+        return []
+    return [
+        name
+        for name, cells in columns.items()
+        if name != source["target"] and (_is_id(name, cells) or all(map(DATE.match, cells)))
+    ]
+
+
+def _is_id(name: str, cells: Sequence[str]) -> bool:
+    words = re.split(r"[\W_]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower())
+    return words[-1] in IDS and len(set(cells)) == len(cells)
 
 
 def several(text: str) -> list[str]:

@@ -63,6 +63,11 @@ def init(
     if source.get("name") == "csv":
         guess = starter.likely_target(source)
         source["target"] = asked(target, "Which column is the label?", guess)
+        if target is None and yes:
+            print(f"label: column '{guess}', a guess; --target names another")
+        if ignored := starter.names_of_rows(source):
+            source["ignore"] = ignored
+            print(f"left out, as ids or dates: {', '.join(ignored)} (data.ignore)")
     start = starter.Start.look(source)
     if start.named_clients:
         number = start.named_clients

@@ -62,7 +62,8 @@ def one_line(text: str) -> str:
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """``"; did you mean 'steps'? (known: …)"`` for an unknown ``word``."""
     names = sorted(known)
-    close = get_close_matches(cut(word), names, n=1, cutoff=0.5)
+    short = [name for name in names if "".join(p[:1] for p in name.split("_")) == word.lower()]
+    close = short or get_close_matches(cut(word), names, n=1, cutoff=0.5)  # lr: learning_rate
     hint = f"; did you mean '{close[0]}'?" if close else ""
     return f"{hint} (known: {', '.join(names)})"
 

@@ -45,6 +45,22 @@ def running(algorithm: Any, hook: str) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def objective_with(public: Any) -> Iterator[None]:
+    """Around an objective: one that looks at a public mini-batch which it does not get is told
+    why, wherever it runs."""
+    try:
+        yield
+    except AttributeError as error:
+        if public is not None or error.obj is not None or error.name not in ("x", "index"):
+            raise
+        raise ConfigError(
+            "the objective asks for public samples, and gets none: the algorithm's class must say "
+            "trains_on_public_set = True",
+            "algorithm",
+        ) from error
+
+
 def wrong_return(algorithm: Any, hook: str, found: Any) -> ConfigError:
     """For what a hook has returned that is of no use."""
     return ConfigError(

@@ -10,6 +10,7 @@ import numpy as np
 
 from perfed.core.errors import ConfigError, DataError, shape_text
 from perfed.core.inputs import Tokens
+from perfed.core.notices import say_once
 from perfed.core.schema import option
 from perfed.data.datasets import datasets
 from perfed.data.picture_layout import LAYOUT_HELP, Layout, channels_first
@@ -90,6 +91,11 @@ class Npz(Files):
     def _samples(self, values: np.ndarray, what: str) -> tuple[np.ndarray, Tokens | None]:
         x = checked_samples(values, what)
         tokens = tokens_in(x, self.vocabulary, what)
+        if tokens is None and x.dtype == np.uint8 and x.ndim == 2:
+            say_once(
+                f"samples of {what} are bytes, samples × length: they are taken for pixels and "
+                "scaled to −1 … 1; if they are tokens, set data.vocabulary"
+            )
         return (x if tokens else channels_first(x, self.layout, what)), tokens
 
 

@@ -161,6 +161,12 @@ class OwnData(Dataset):
             raise ConfigError(
                 f"{self.path} has no labels: it can serve as a public set only", f"{where}.path"
             )
+        first = 0 if contents.y is None or contents.names else contents.y.min()
+        if first:
+            say_once(
+                f"labels begin at {first}, not at 0: networks have outputs for the labels below, "
+                f"which never occur; if that is not meant, subtract {first}"
+            )
         return contents
 
 

@@ -282,6 +282,27 @@ class Engine(Protocol):
         """Give back what is not this process's memory."""
 
 
+class State(dict[str, Any]):
+    """What an algorithm keeps at a client: a tree of tensors. What is none is refused where it is
+    set, since that line is the one to mend."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        checked_state({name: value})
+        super().__setitem__(name, value)
+
+
+def checked_state(tree: Any) -> None:
+    if not isinstance(tree, Mapping):
+        raise ConfigError(f"is a {type(tree).__name__}: must be tensors by name", "client.state")
+    for name, value in tree.items():
+        if not isinstance(value, Tensor | Weights | Mapping):
+            raise ConfigError(
+                f"'{name}' is a {type(value).__name__}: must be a tensor (torch.tensor(…)), "
+                "weights, or tensors by name",
+                "client.state",
+            )
+
+
 class EngineClient:
     """One client; see :class:`perfed.core.algorithm.Client` for what each member means."""
 
@@ -303,13 +324,22 @@ class EngineClient:
         self._positions: dict[str, Tensor] = {}
         """Where its samples are that it has looked at."""
         self.weights = self._record.weights
-        self.state = dict(self._record.state)
+        self._state = State(self._record.state)
         self.kept = dict(self._record.kept)
         self.samples = torch.tensor(population.train_size(client))
         self.steps = population.training.steps_of(population.train_size(client))
         if not evaluated:
             self.steps = population.participation.steps(self.steps, population.seed, client, round)
         self.learning_rate = population.training.learning_rate_at(round, population.rounds)
+
+    @property
+    def state(self) -> Tree:
+        return self._state
+
+    @state.setter
+    def state(self, tree: Tree) -> None:
+        checked_state(tree)
+        self._state = State(tree)
 
     def changed(self) -> bool:
         """Whether there is anything new to keep: some methods leave a client's own model alone."""
@@ -329,7 +359,7 @@ class EngineClient:
 
     def record(self) -> ClientRecord:
         """What it holds now."""
-        return ClientRecord(self.weights, self.state, self.kept)
+        return ClientRecord(self.weights, dict(self.state), self.kept)
 
     def label(self, network: str) -> str:
         """Of a network's architecture: the client's own, or one that the algorithm names."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from perfed.core.algorithm import Network, Objective, Private, Public, trainable
 from perfed.core.gradients import Noise, check_sample_gradients, clipped_gradient
 from perfed.core.network import outputs
+from perfed.core.own_code import objective_with
 from perfed.core.randomness import addressed
 from perfed.core.tree import Weights
 from perfed.engines.base import (
@@ -118,7 +119,8 @@ def _loss(
     public: Public | None,
 ) -> Tensor:
     given: Any = next(iter(networks.values())) if request.single else networks
-    return objective(given, private, public, *request.inputs)
+    with objective_with(public):
+        return objective(given, private, public, *request.inputs)
 
 
 def _networks(

@@ -144,6 +144,19 @@ def inputs_for(architectures: Iterable[Architecture], inputs: Inputs) -> Inputs:
     return Inputs(inputs.shape)
 
 
+def _speak_of_softmax(label: str, output: torch.Tensor) -> None:
+    """Losses and soft decisions apply softmax themselves: a second one makes all classes alike."""
+    numbers = output.double()
+    ones = torch.ones(len(numbers), dtype=numbers.dtype, device=numbers.device)
+    if (numbers >= 0).all() and torch.allclose(numbers.sum(1), ones, atol=1e-4):
+        what = "softmax: what it gives are probabilities"
+    elif torch.allclose(numbers.exp().sum(1), ones, atol=1e-4):
+        what = "log-softmax: what it gives are log-probabilities"
+    else:
+        return
+    say_once(f"'{label}' ends in {what}; perfed takes logits, so leave that last layer out")
+
+
 def build_module(architecture: Architecture, inputs: Inputs | Shape, classes: int) -> nn.Module:
     """The module, after checking that it takes the data and has an output per class."""
     label, inputs = architecture.label(), Inputs.of(inputs)
@@ -183,6 +196,7 @@ def build_module(architecture: Architecture, inputs: Inputs | Shape, classes: in
             "models",
         )
     _check_parameters(label, module)
+    _speak_of_softmax(label, output)
     if _is_changed(x) or _changes_in_training(module, inputs):
         raise ConfigError(
             f"'{label}' changes its input in place, the clients' data: it must work on a copy "

@@ -94,7 +94,7 @@ def holm(probabilities: Sequence[float]) -> list[float]:
 def enough(pairs: int, methods: int) -> bool:
     """Whether so many pairs can tell one of ``methods`` from the best: if all of them differ in one
     direction, that is improbable enough."""
-    return (methods - 1) * 2 / 2**pairs <= ALPHA
+    return bool((methods - 1) * 2 / 2**pairs <= ALPHA)
 
 
 def pairs_of(seeds: Sequence[Sequence[float]], over_seeds: bool) -> list[float]:

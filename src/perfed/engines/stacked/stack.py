@@ -33,6 +33,7 @@ from perfed.core.errors import ConfigError
 from perfed.core.gradients import Noise, check_sample_gradients, clipped_gradient
 from perfed.core.inputs import precision_of
 from perfed.core.network import declared, head_outputs, outputs
+from perfed.core.own_code import objective_with
 from perfed.core.predictor import What
 from perfed.core.randomness import addressed, dice_of
 from perfed.core.streams import uniform_indices_of
@@ -565,11 +566,12 @@ class StackedStep:
         }
         given = iter(inputs)
         leaves = [next(given) if leaf is _TENSOR else leaf for leaf in self._leaves]
-        with MappedLosses():
+        public = Public(publics[0], publics[1]) if publics else None
+        with MappedLosses(), objective_with(public):
             loss = objective(
                 next(iter(networks.values())) if self._single else networks,
                 private,
-                Public(publics[0], publics[1]) if publics else None,
+                public,
                 *tree_unflatten(leaves, self._form),
             )
         if self._joins is None and first is not None:
