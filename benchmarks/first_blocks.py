@@ -1,4 +1,4 @@
-"""What a newcomer sees first, from committed results: README.md, docs/index.md, docs/rounding.md."""
+"""What a newcomer sees first, and docs/rounding.md, from committed results."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def first_look() -> str:
     note = (
         "Means over all clients, after forty rounds, seeds "
         f"{', '.join(map(str, seeds))}. Above local: points above local training. Weakest clients: "
-        "the tenth that fares worst. HypCluster and PerFed-CKT are told that there are three groups. "
+        "the tenth that fares worst. HypCluster and PerFed-CKT are told that there are three "
+        "groups. "
         f"{machine(record['environment'])}"
     )
     return "\n".join([*lines, "", note])

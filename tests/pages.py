@@ -57,8 +57,8 @@ def blocks(page: Path) -> list[Block]:
 
 
 def play(page: Path, folder: Path) -> dict[str, Any]:
-    """Run a page's blocks in ``folder``, which must be the working directory, and empty. Returns the
-    names that its Python blocks have made."""
+    """Run a page's blocks in ``folder``, which must be the working directory, and empty.
+    Returns the names that its Python blocks have made."""
     namespace: dict[str, Any] = {"__name__": "__main__"}
     shell = Shell(folder)
     for block in blocks(page):

@@ -30,7 +30,8 @@ POSIX = {"fcntl", "grp", "posix", "pty", "pwd", "resource", "syslog", "termios",
 plain_import, plain_open = builtins.__import__, os.open
 
 def importing(name, globals=None, *rest):
-    if name.partition(".")[0] in POSIX and str((globals or {}).get("__name__")).startswith("perfed"):
+    asks = str((globals or {}).get("__name__"))
+    if name.partition(".")[0] in POSIX and asks.startswith("perfed"):
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
     return plain_import(name, globals, *rest)
 
@@ -42,8 +43,9 @@ def opening(path, *rest, **named):
 builtins.__import__, os.open = importing, opening
 for module, names in (
     (signal, "SIGHUP SIGKILL SIGQUIT SIGUSR1 SIGUSR2 SIGALRM SIGCHLD SIGPIPE alarm pause"),
-    (os, "fork forkpty getuid geteuid getgid getpgid killpg setsid sysconf statvfs nice uname mkfifo"
-         " sched_getaffinity sched_setaffinity register_at_fork chown fchmod O_NOFOLLOW O_DIRECTORY"),
+    (os, "fork forkpty getuid geteuid getgid getpgid killpg setsid sysconf statvfs nice uname"
+         " mkfifo sched_getaffinity sched_setaffinity register_at_fork chown fchmod O_NOFOLLOW"
+         " O_DIRECTORY"),
 ):
     for name in names.split():
         delattr(module, name)

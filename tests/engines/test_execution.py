@@ -196,3 +196,11 @@ def test_a_run_says_how_it_was_executed_and_goes_on_so(tmp_path: Path) -> None:
     whole = perfed.run(tiny(), tmp_path / "whole", how=how)
     resumed = perfed.resume(tmp_path / "run")  # in bf16, without being told
     assert resumed.summary == whole.summary
+
+
+def test_other_devices_have_the_plain_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a Mac's GPU, which torch cannot give here."""
+    monkeypatch.setattr(Execution, "torch_device", lambda self: torch.device("mps"))
+    assert Execution(device="mps").build_engine().name == "sequential"
+    with pytest.raises(ConfigError, match="mps has sequential"):
+        Execution(device="mps", engine="stacked").build_engine()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import inspect
 import io
 import sys
@@ -106,7 +107,7 @@ def main() -> None:
 def _say_what_can_be_said() -> None:
     """A pipe on Windows may have no λ: a question mark stands there, and nothing is lost."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
+        if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name != "utf-8":
             stream.reconfigure(errors="replace")
 
 

@@ -33,7 +33,7 @@ class Execution(Options):
     workers: int = option(
         0, "number of Ray workers; 0: one per GPU, or one per core where there is no GPU", ge=0
     )
-    device: str = option("auto", "cpu, cuda, cuda:1, …; auto: a GPU if there is one")
+    device: str = option("auto", "cpu, cuda, cuda:1, mps, …; auto: a CUDA GPU if there is one")
     precision: Literal["auto", "float32", "tf32", "bf16"] = option(
         "auto", "number format of the networks; auto: float32, or the one a resumed run began with"
     )
@@ -81,7 +81,12 @@ class Execution(Options):
             raise ConfigError("tf32 is a GPU's; a CPU has float32 and bf16", "--precision")
         if precision.name == "bf16" and device.type == "cpu":
             check_bf16()
-        stacked = None if name == "sequential" else stacked_engine()
+        plain = device.type not in ("cpu", "cuda")  # a Mac's GPU, for example
+        if plain and name == "stacked":
+            raise ConfigError(
+                f"the engine stacked runs on cpu and cuda; {device.type} has sequential", "--engine"
+            )
+        stacked = None if plain or name == "sequential" else stacked_engine()
         if stacked is None:
             return SequentialEngine(precision)
         cuda = device.type == "cuda"
