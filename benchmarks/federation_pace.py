@@ -90,7 +90,7 @@ def measure(setting: dict[str, Any]) -> dict[str, Any]:
         "sites": setting["sites"],
         "seconds": taken,
         "median": medians,
-        "same_models": len(models) == 1,
+        "same_models": len(models) == 1 if len(taken) > 1 else None,  # nothing to compare with
     }
 
 

@@ -386,6 +386,29 @@ def scale_model() -> str:
     return "\n".join(lines)
 
 
+def federation_pace() -> str:
+    record = result("federation_pace")
+    lines = ["| sites | from nothing | forked |", "|---|---|---|"]
+    for one in record["settings"]:
+        cells = [
+            f"{one['median'][way]:.1f} s" if way in one["median"] else "not measured"
+            for way in ("from nothing", "forked")
+        ]
+        lines.append(f"| {one['sites']} | {cells[0]} | {cells[1]} |")
+    rounds = len(record["settings"][0]["seconds"]["forked"])
+    same = all(one["same_models"] is not False for one in record["settings"])
+    compared = [one["sites"] for one in record["settings"] if one["same_models"] is not None]
+    machine = record["environment"]
+    lines += [
+        "",
+        f"Median seconds a round, over {rounds} rounds each, on two cores that other programs "
+        f"wanted, too: the load was {record['load'][1]:.0f}. Models compared bit by bit with "
+        f"{', '.join(map(str, compared))} sites: {'the same' if same else 'NOT the same'} "
+        f"(torch {machine['packages']['torch']}, Python {machine['python'].split()[0]}).",
+    ]
+    return "\n".join(lines)
+
+
 def federation() -> str:
     record = result("federation")
     lines = [
@@ -460,6 +483,7 @@ BLOCKS = {
     "scale-machines": scale_machines,
     "scale-model": scale_model,
     "federation": federation,
+    "federation-pace": federation_pace,
 }
 
 

@@ -66,7 +66,7 @@ def test_who_has_trained_cannot_come_back_with_other_sizes(tmp_path: Path, train
 
 
 @pytest.mark.attack(31)
-def test_a_node_that_does_not_answer_is_asked_again_on_a_clock_of_its_own(
+def test_a_node_that_does_not_answer_is_asked_again_soon_and_then_less_often(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However long the deadline is. What a slow node answers to an older invitation counts."""

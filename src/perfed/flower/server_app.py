@@ -14,7 +14,7 @@ from perfed.core.errors import PerfedError, RunError
 from perfed.flower import codec
 from perfed.flower.certificates import fingerprint
 from perfed.flower.coordinator import coordinate
-from perfed.flower.membership import Answer, Unreadable
+from perfed.flower.membership import Answer, Say, Unreadable
 from perfed.flower.protocol import EVALUATE, JOIN, NOTICE, Envelope
 from perfed.flower.saying import logging_to, say
 from perfed.flower.settings import read_coordinator
@@ -26,7 +26,7 @@ CLOCKS = 60.0  # seconds by which the clocks of two machines may differ
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     path = Path(str(context.run_config["coordinator"]))
-    tell = say
+    tell: Say = say
     try:
         tell = logging_to(path.absolute().parent / read_coordinator(path).directory)
         coordinate(path, FlowerTransport(grid), tell)

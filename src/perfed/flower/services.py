@@ -42,7 +42,11 @@ answer; and what is waited here instead."""
 def wait_less() -> None:
     """In this process and those that it forks. Flower has no setting for it."""
     module = importlib.import_module("flwr.supernode.start_client_internal")
-    module.time = SimpleNamespace(sleep=lambda s: time.sleep(WAITS.get(s, s)))  # type: ignore[attr-defined]
+
+    def sleep(seconds: float) -> None:
+        time.sleep(WAITS.get(seconds, seconds))
+
+    module.time = SimpleNamespace(sleep=sleep)  # type: ignore[attr-defined]
 
 
 class Stopped(Exception):
