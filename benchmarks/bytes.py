@@ -26,7 +26,7 @@ from perfed import Execution, Experiment
 from perfed.config import parse
 from perfed.runs.study import Record, Study, folder_name, machines
 
-TUNING_SEEDS = (1000, 1001, 1002, 1003)
+TUNING_SEEDS, MORE_SEEDS = (1000, 1001, 1002, 1003), (1004, 1005, 1006, 1007)
 SEEDS = (30, 31, 32)
 LAST = 5  # evaluations whose mean counts: one alone is chance
 
@@ -134,6 +134,13 @@ CANDIDATES: dict[str, list[Any]] = {
     },
 }
 """Bits of a probability, the share of public samples a round, bits of other numbers."""
+CLOSE = (
+    "float32",
+    "2 bits, 1, numbers in 2",
+    "2 bits, 0.5, numbers in 2",
+    "3 bits, 0.5, numbers in 2",
+)
+"""Candidates with more tuning seeds, where four do not tell."""
 TINY = "tiny"
 
 
@@ -243,19 +250,23 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--device", default="auto")
     parser.add_argument("--precision", default="auto")
-    parser.add_argument("--method", help="only this one, of 'tune'")
+    parser.add_argument("--method", help="only this one; without it all are written down")
     given = parser.parse_args()
     how = Execution(device=given.device, precision=given.precision)
     outputs = OUTPUT_CODECS | {TINY: []}
+    if given.what == "paper":
+        paper()
+        return
     if given.what == "tune":
-        methods = [given.method] if given.method else ["perfed-ckt", "perfed-kin"]
-        chosen = dict.fromkeys(methods, CANDIDATES)
-        wanted = experiments(SETTINGS["digits"], chosen, TUNING_SEEDS)
-        conduct("tune", wanted, how, given.seconds)
+        tried = dict.fromkeys(("perfed-ckt", "perfed-kin"), CANDIDATES)
+        close = {m: {name: CANDIDATES[name] for name in CLOSE} for m in tried}
+        wanted = experiments(SETTINGS["digits"], tried, TUNING_SEEDS)
+        wanted |= experiments(SETTINGS["digits"], close, MORE_SEEDS)
     else:
         every = {"perfed-ckt": outputs, "perfed-kin": outputs, "fedavg": WEIGHT_CODECS}
         wanted = experiments(SETTINGS[given.what], every, SEEDS)
-        conduct(given.what, wanted, how, given.seconds)
+    wanted = {key: e for key, e in wanted.items() if given.method in (None, key[1])}
+    conduct(given.what, wanted, how, given.seconds)
 
 
 if __name__ == "__main__":
