@@ -12,6 +12,8 @@ import statistics
 import sys
 from typing import Any
 
+from bytes_blocks import BLOCKS as BYTES_BLOCKS
+from bytes_blocks import FIGURES as BYTES_FIGURES
 from committed import ROOT, machine, result
 from drawn import draw, stamp_in, stamp_of
 from guide_blocks import BLOCKS as GUIDE_BLOCKS
@@ -41,6 +43,7 @@ DOCUMENTS = (
     "docs/one-table.md",
     "docs/security.md",
     "docs/methods.md",
+    "docs/bytes.md",
 )
 
 
@@ -431,6 +434,7 @@ BLOCKS = {
     **KIN_BLOCKS,
     **SCREENING_BLOCKS,
     **SECURITY_BLOCKS,
+    **BYTES_BLOCKS,
     **PEERS_BLOCKS,
     **STUDY_BLOCKS,
     "bench-h200": lambda: engines("bench_h200"),
@@ -467,7 +471,7 @@ def main() -> None:
             wrong.append(name)
             if "--check" not in sys.argv:
                 path.write_text(new, "utf-8")
-    for name, plot in FIGURES.items():
+    for name, plot in (FIGURES | BYTES_FIGURES).items():
         path, figure = ROOT / "docs" / f"{name}.png", plot()
         if stamp_in(path) != stamp_of(figure):
             wrong.append(f"docs/{path.name}")
