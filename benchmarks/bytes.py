@@ -34,7 +34,7 @@ from perfed.core.wire import Link, Stage, stages
 from perfed.models import build_module
 from perfed.runs.study import Record, Study, folder_name, machines
 
-TUNING_SEEDS, MORE_SEEDS = (1000, 1001, 1002, 1003), (1004, 1005, 1006, 1007)
+TUNING_SEEDS = (1000, 1001, 1002, 1003)
 SEEDS = (30, 31, 32)
 LAST = 5  # evaluations whose mean counts: one alone is chance
 
@@ -142,13 +142,6 @@ CANDIDATES: dict[str, list[Any]] = {
     },
 }
 """Bits of a probability, the share of public samples a round, bits of other numbers."""
-CLOSE = (
-    "float32",
-    "2 bits, 1, numbers in 2",
-    "2 bits, 0.5, numbers in 2",
-    "3 bits, 0.5, numbers in 2",
-)
-"""Candidates with more tuning seeds, where four do not tell."""
 TINY = "tiny"
 
 
@@ -367,9 +360,7 @@ def main() -> None:
         return
     if given.what == "tune":
         tried = dict.fromkeys(("perfed-ckt", "perfed-kin"), CANDIDATES)
-        close = {m: {name: CANDIDATES[name] for name in CLOSE} for m in tried}
         wanted = experiments(SETTINGS["digits"], tried, TUNING_SEEDS)
-        wanted |= experiments(SETTINGS["digits"], close, MORE_SEEDS)
     else:
         every = {"perfed-ckt": outputs, "perfed-kin": outputs, "fedavg": WEIGHT_CODECS}
         wanted = experiments(SETTINGS[given.what], every, SEEDS)
