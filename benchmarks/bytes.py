@@ -14,9 +14,10 @@ nothing else. What is found is in benchmarks/results/bytes_*.json.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +25,13 @@ from committed import RESULTS, ROOT
 
 from perfed import Execution, Experiment
 from perfed.config import parse
+from perfed.core.algorithm import algorithms
+from perfed.core.declaration import Known
+from perfed.core.message import Message
+from perfed.core.tensorfile import encoded_size
+from perfed.core.tree import Weights
+from perfed.core.wire import Link, Stage, stages
+from perfed.models import build_module
 from perfed.runs.study import Record, Study, folder_name, machines
 
 TUNING_SEEDS = (1000, 1001, 1002, 1003)
@@ -237,25 +245,127 @@ def _bytes(row: Mapping[str, Any]) -> int:
     return int(row["up_bytes"] + row["down_bytes"])
 
 
+# The paper's setting. Outputs are drawn, not trained: how many bytes a code takes depends on how
+# sure networks are, so there is a row for each of some degrees. 'cifar' has trained ones.
+
+PUBLIC, CLIENTS, EXCHANGES = 2000, 10, 20  # of a client in the paper's 200 rounds, with C=0.1
+FEATURES = 512  # of VGG11
+SPREADS = (1.0, 2.0, 4.0)  # of logits
+WALK = 0.3  # how far logits move between two messages of a client, as a share of their spread
+
+
+def paper() -> None:
+    """Bytes of a round, of float32 and of 'tiny', beside weights and prototypes."""
+    tiny = parse({"link": TINY})
+    assert isinstance(tiny, Experiment)
+    vgg = _model_bytes()
+    rows = []
+    for classes, spread in itertools.product((10, 100), SPREADS):
+        for method in ("perfed-ckt", "perfed-kin"):
+            plain = _exchange_bytes(method, classes, spread, ())
+            coded = _exchange_bytes(method, classes, spread, tiny.wire)
+            rows.append(
+                {
+                    "method": method,
+                    "classes": classes,
+                    "spread": spread,
+                    "largest": round(_largest(classes, spread), 3),
+                    "float32": CLIENTS * plain,
+                    "tiny": CLIENTS * coded,
+                }
+            )
+            print(rows[-1], f"1/{plain / coded:.1f}, FedFomo 1/{2 * vgg / coded:,.0f}")
+    prototypes = Message(prototypes=torch.randn(100, FEATURES), counts=torch.ones(100))
+    link = Link(tuple(map(stages.build, (number(8), "deflate"))))
+    declared = algorithms.build("fedproto").messages().up
+    coded = link.send(prototypes, 0, 0, "up", {}, declared, _known(100))[0]
+    content = {
+        "rows": rows,
+        "fedfomo": 2 * CLIENTS * vgg,
+        "prototypes": {
+            "float32": 2 * CLIENTS * encoded_size(prototypes.arrays),
+            "8 bits, deflate": 2 * CLIENTS * encoded_size(coded.arrays),
+        },
+        "wire": tiny.to_mapping()["wire"],
+        "public": PUBLIC,
+        "clients": CLIENTS,
+        "exchanges": EXCHANGES,
+        "walk": WALK,
+    }
+    path = RESULTS / "bytes_paper.json"
+    path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", "utf-8")
+
+
+def _model_bytes() -> int:
+    """Of one VGG11, as FedFomo sends it."""
+    experiment = parse({"models": ["vgg11-bn"], "algorithm": "fedfomo"})
+    assert isinstance(experiment, Experiment)
+    module = build_module(experiment.models.architectures[0], (3, 32, 32), 10)
+    arrays = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return encoded_size(arrays)
+
+
+def _known(classes: int) -> Known:
+    return Known({"P": PUBLIC, "N": classes, "F": FEATURES}, 500, lambda _: Weights({}, {}))
+
+
+def _logits(classes: int, spread: float) -> Iterator[torch.Tensor]:
+    """What a client says of the public set, message after message."""
+    random = torch.Generator().manual_seed(0)
+    now = torch.randn(PUBLIC, classes, generator=random)
+    while True:
+        yield spread * now
+        step = torch.randn(PUBLIC, classes, generator=random)
+        now = (1 - WALK**2) ** 0.5 * now + WALK * step
+
+
+def _largest(classes: int, spread: float) -> float:
+    return float(next(_logits(classes, spread)).softmax(1).amax(1).mean())
+
+
+def _exchange_bytes(method: str, classes: int, spread: float, wire: Sequence[Stage]) -> int:
+    """Up and down, the mean of as many exchanges as a client of the paper has."""
+    link, declared = Link(tuple(wire)), algorithms.build(method).messages()
+    client, server, total = {}, {}, 0
+    logits = itertools.islice(_logits(classes, spread), 4 * EXCHANGES)
+    for round, (own, *others) in enumerate(zip(*[logits] * 4, strict=True)):
+        gains = torch.zeros(3, 4)
+        if method == "perfed-ckt":
+            up = Message(soft_decisions=own.softmax(1))
+            down = Message(centroids=torch.stack(others).softmax(2))
+        else:
+            up = Message(soft_decisions=own.softmax(1), samples=500, gains=gains)
+            down = Message(evidence=others[0] - others[0].mean(1, keepdim=True), gains=gains)
+        known = _known(classes)
+        sent, server = link.send(down, 0, round, "down", server, declared.down, known)
+        _, client = link.receive(sent, 0, round, "down", client, declared.down, known)
+        answer, client = link.send(up, 0, round, "up", client, declared.up, known)
+        _, server = link.receive(answer, 0, round, "up", server, declared.up, known)
+        total += encoded_size(sent.arrays) + encoded_size(answer.arrays)
+    return total // EXCHANGES
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=["tune", "digits", "cifar", "paper"])
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--device", default="auto")
     parser.add_argument("--precision", default="auto")
-    parser.add_argument("--method", help="only this one, of 'tune'")
+    parser.add_argument("--method", help="only this one; without it all are written down")
     given = parser.parse_args()
     how = Execution(device=given.device, precision=given.precision)
-    outputs = OUTPUT_CODECS | {TINY: []}
+    outputs = {"float32": [], TINY: [], **OUTPUT_CODECS}
+    if given.what == "paper":
+        paper()
+        return
     if given.what == "tune":
-        methods = [given.method] if given.method else ["perfed-ckt", "perfed-kin"]
-        chosen = dict.fromkeys(methods, CANDIDATES)
-        wanted = experiments(SETTINGS["digits"], chosen, TUNING_SEEDS)
-        conduct("tune", wanted, how, given.seconds)
+        tried = dict.fromkeys(("perfed-ckt", "perfed-kin"), CANDIDATES)
+        wanted = experiments(SETTINGS["digits"], tried, TUNING_SEEDS)
     else:
         every = {"perfed-ckt": outputs, "perfed-kin": outputs, "fedavg": WEIGHT_CODECS}
         wanted = experiments(SETTINGS[given.what], every, SEEDS)
-        conduct(given.what, wanted, how, given.seconds)
+    wanted = {key: e for key, e in wanted.items() if given.method in (None, key[1])}
+    conduct(given.what, wanted, how, given.seconds)
 
 
 if __name__ == "__main__":

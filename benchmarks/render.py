@@ -12,6 +12,8 @@ import statistics
 import sys
 from typing import Any
 
+from bytes_blocks import BLOCKS as BYTES_BLOCKS
+from bytes_blocks import FIGURES as BYTES_FIGURES
 from committed import ROOT, machine, result
 from drawn import draw, stamp_in, stamp_of
 from first_blocks import BLOCKS as FIRST_BLOCKS
@@ -48,6 +50,7 @@ DOCUMENTS = (
     "docs/security.md",
     "docs/privacy.md",
     "docs/methods.md",
+    "docs/bytes.md",
     "docs/hostile.md",
     "docs/rounding.md",
     "docs/use.md",
@@ -465,6 +468,7 @@ BLOCKS = {
     **KIN_BLOCKS,
     **SCREENING_BLOCKS,
     **SECURITY_BLOCKS,
+    **BYTES_BLOCKS,
     **PEERS_BLOCKS,
     **PRIVACY_BLOCKS,
     **STUDY_BLOCKS,
@@ -485,6 +489,7 @@ BLOCKS = {
     "federation": federation,
     "federation-pace": federation_pace,
 }
+EVERY_FIGURE = {**PAPER_FIGURES, **BYTES_FIGURES, **HOSTILE_FIGURES, **PRIVACY_FIGURES}
 
 
 def rendered(text: str) -> str:
@@ -505,7 +510,7 @@ def main() -> None:
             wrong.append(name)
             if "--check" not in sys.argv:
                 path.write_text(new, "utf-8")
-    for name, plot in (PAPER_FIGURES | HOSTILE_FIGURES | PRIVACY_FIGURES).items():
+    for name, plot in EVERY_FIGURE.items():
         path, figure = ROOT / "docs" / f"{name}.png", plot()
         if stamp_in(path) != stamp_of(figure):
             wrong.append(f"docs/{path.name}")

@@ -203,6 +203,10 @@ class Experiment(Options):
                 "momentum, weight_decay and clip",
                 "training.optimizer",
             )
+        codes = [stage.registered_name for stage in self.wire if stage.codes]
+        for name in codes:
+            if codes.count(name) > 1:
+                raise ConfigError(f"'{name}' is there twice: a code is made once", "wire")
         for stage, later in itertools.pairwise(self.wire):
             if stage.codes and not later.codes:
                 raise ConfigError(

@@ -52,6 +52,8 @@ def test_its_keys_are_set_and_its_stages_added_codecs_last() -> None:
     assert names({"link": [], "wire": [NOISE]}) == ["GaussianNoise"]
     with pytest.raises(ConfigError, match="wire: 'gaussian-noise' needs numbers"):
         names({"wire": [CODE, NOISE]})
+    with pytest.raises(ConfigError, match="wire: 'eight-bit' is there twice"):
+        names({"wire": [CODE], "link": "small"})
 
 
 @pytest.mark.usefixtures("links")

@@ -19,7 +19,15 @@ from perfed.core import tensorfile
 from perfed.core.admission import SLACK, most_bytes
 from perfed.core.algorithm import algorithms
 from perfed.core.codecs.deflate import RAW, _words
-from perfed.core.declaration import PROBABILITIES, REALS, SAMPLES, Array, AtMost, Known
+from perfed.core.declaration import (
+    LOG_PROBABILITIES,
+    PROBABILITIES,
+    REALS,
+    SAMPLES,
+    Array,
+    AtMost,
+    Known,
+)
 from perfed.core.errors import Refused
 from perfed.core.message import Message
 from perfed.core.tree import Tree, Weights
@@ -31,6 +39,7 @@ DECLARED = {
     "said": Array(("P", "N"), PROBABILITIES),
     "centroids": Array((AtMost(3), "P", "N"), PROBABILITIES),
     "table": Array(("P", "N"), REALS),
+    "evidence": Array(("P", "N"), LOG_PROBABILITIES),
     "samples": SAMPLES,
 }
 seeds = st.integers(0, 2**32 - 1)
@@ -82,6 +91,21 @@ def test_no_probability_in_few_bits_is_off_by_more_than_its_bound(
         assert sent[name].numel() == message[name].numel() // classes * min(total, classes)
     for name in ("table", "samples"):  # not declared as probabilities
         assert torch.equal(received[name], message[name])
+
+
+@settings(max_examples=40)
+@given(seeds, st.integers(1, 8), st.sampled_from([2, 5, 10, 40]))
+def test_logarithms_are_coded_as_the_probabilities_behind_them(
+    seed: int, bits: int, classes: int
+) -> None:
+    said, total = rows(seed, classes).clamp(min=1e-6), 2**bits - 1
+    evidence = said.log() - said.log().mean(1, keepdim=True)
+    message = Message(evidence=evidence)
+    _, received = through({"name": "probability-bits", "bits": bits}, message, at(classes))
+    found = received["evidence"]
+    assert torch.allclose(found.sum(1), torch.zeros(P), atol=1e-4)
+    error = (found.softmax(1) - evidence.softmax(1)).abs().max()
+    assert float(error) <= 1.5 / total + 1e-5
 
 
 @pytest.mark.parametrize("bits", [1, 2])
@@ -300,7 +324,7 @@ def test_a_small_message_does_not_become_a_large_one() -> None:
     packed = zlib.compressobj(9, zlib.DEFLATED, RAW, zdict=_words(at()))
     small = torch.frombuffer(bytearray(packed.compress(bomb) + packed.flush()), dtype=torch.uint8)
     most = most_bytes(DECLARED, known())
-    assert most == SLACK + (P * N + 3 * P * N + P * N + 1) * 5
+    assert most == SLACK + (P * N + 3 * P * N + P * N + P * N + 1) * 5
     with pytest.raises(Refused, match=f"more than {most} bytes"):
         stages.build("deflate").receive(Message(z=small), at(), {})
 

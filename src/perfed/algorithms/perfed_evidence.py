@@ -66,7 +66,14 @@ from perfed.core.algorithm import (
     Server,
     algorithms,
 )
-from perfed.core.declaration import PROBABILITIES, REALS, SAMPLES, Array, Messages, Reals
+from perfed.core.declaration import (
+    LOG_PROBABILITIES,
+    PROBABILITIES,
+    SAMPLES,
+    Array,
+    Messages,
+    Reals,
+)
 from perfed.core.message import Message
 from perfed.core.schema import option
 from perfed.core.tree import Tree, Weights
@@ -101,7 +108,7 @@ class PerFedEvidence(Algorithm):
         decisions = Array(("P", "N"), PROBABILITIES)
         return Messages(
             up={"soft_decisions": decisions, "samples": SAMPLES, "gains": gains},
-            down={"evidence": Array(("P", "N"), REALS), "gains": gains},
+            down={"evidence": Array(("P", "N"), LOG_PROBABILITIES), "gains": gains},
             evaluation={},
         )
 

@@ -142,6 +142,14 @@ class Reals(Range):
 
 
 @dataclass(frozen=True)
+class LogProbabilities(Reals):
+    """Rows of logarithms of probabilities, up to a constant each: only differences matter."""
+
+    def words(self) -> str:
+        return "logarithms of probabilities, up to a constant in each row"
+
+
+@dataclass(frozen=True)
 class Counts(Reals):
     """How often something was: whole or not, never negative."""
 
@@ -191,6 +199,7 @@ class Free(Range):
 
 
 PROBABILITIES, COUNTS, REALS, FREE = Probabilities(), Counts(), Reals(), Free()
+LOG_PROBABILITIES = LogProbabilities()
 VARIANCES = Reals(low=0.0)
 
 

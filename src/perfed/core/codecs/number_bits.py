@@ -38,7 +38,7 @@ class NumberBits(Stage):
 
     @property
     def steps(self) -> int:
-        return 2**self.bits - 1
+        return (1 << self.bits) - 1
 
     def send(self, message: Message, at: At, state: Tree) -> tuple[Message, Tree]:
         arrays: dict[str, Tensor] = {}
@@ -68,7 +68,8 @@ class NumberBits(Stage):
         if levels.numel() and int(levels.max()) > self.steps:
             raise Refused(f"a level above {self.steps}")
         low, step = ends.double()
-        return (low + levels.double() * step).to(ends.dtype)
+        values: Tensor = low + levels.double() * step
+        return values.to(ends.dtype)
 
 
 def _said(path: str, at: At) -> bool:

@@ -5,19 +5,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from perfed.core.declaration import Array, Probabilities, array_of
+from perfed.core.declaration import Array, Probabilities, Range, array_of
 from perfed.core.errors import Refused
 from perfed.core.message import Message
 from perfed.core.wire import At
 
 
-def rows_of_probabilities(message: Message, at: At) -> dict[str, int]:
-    """By their flat names, with the number of classes."""
+def rows_of_probabilities(
+    message: Message, at: At, kind: type[Range] = Probabilities
+) -> dict[str, int]:
+    """By their flat names, with the number of classes; or of their logarithms."""
     found = {path: array_of(path, at.declared) for path in message.arrays}
     return {
         path: _classes(entry, at)
         for path, entry in found.items()
-        if entry is not None and isinstance(entry.range, Probabilities) and entry.shape
+        if entry is not None and isinstance(entry.range, kind) and entry.shape
     }
 
 

@@ -4,6 +4,10 @@ A row becomes the *levels* nearest to m times itself (``nearest_levels`` in :mod
 probability is off by 1/m or more: 0.004 with 8 bits, 0.07 with 4, a third with 2. One bit is the
 most probable class alone, a hard label.
 
+Where the *logarithms* of probabilities are declared, up to a constant in each row, their
+probabilities are coded. A level of zero has no logarithm: together these classes get half a unit.
+So the probabilities behind are off by at most 1.5/m.
+
 Levels are m units given to classes. Where m is smaller than the number of classes N, a row is sent
 as the classes of its units, m numbers, the class with most units first; else as its N levels.
 """
@@ -17,11 +21,14 @@ from torch import Tensor
 
 from perfed.core.codecs.bits import nearest_levels
 from perfed.core.codecs.probabilities import check_classes, class_type, rows_of_probabilities
+from perfed.core.declaration import LogProbabilities
 from perfed.core.errors import Refused
 from perfed.core.message import Message
 from perfed.core.schema import option
 from perfed.core.tree import Tree
 from perfed.core.wire import At, Stage, stages
+
+UNSAID = 0.5  # of a unit, for all classes of a row that got none
 
 
 @stages.register("probability-bits")
@@ -39,23 +46,32 @@ class ProbabilityBits(Stage):
     @property
     def total(self) -> int:
         """m."""
-        return 2**self.bits - 1
+        return (1 << self.bits) - 1
 
     def send(self, message: Message, at: At, state: Tree) -> tuple[Message, Tree]:
         arrays = dict(message.arrays)
+        for path, classes in rows_of_probabilities(message, at, LogProbabilities).items():
+            if arrays[path].is_floating_point():
+                arrays[path] = arrays[path].double().softmax(-1)
+            arrays[path] = self._coded(arrays[path], classes)
         for path, classes in rows_of_probabilities(message, at).items():
-            values = arrays[path]
-            if values.is_floating_point() and values.shape[-1] == classes:
-                levels = nearest_levels(values.reshape(-1, classes), self.total)
-                code = self._units(levels) if self.total < classes else levels.to(torch.uint8)
-                arrays[path] = code.view(*values.shape[:-1], -1)
+            arrays[path] = self._coded(arrays[path], classes)
         return Message.from_arrays(arrays), state
 
     def receive(self, message: Message, at: At, state: Tree) -> tuple[Message, Tree]:
         arrays = dict(message.arrays)
         for path, classes in rows_of_probabilities(message, at).items():
-            arrays[path] = self._decoded(arrays[path], classes)
+            arrays[path] = self._levels(arrays[path], classes) / self.total
+        for path, classes in rows_of_probabilities(message, at, LogProbabilities).items():
+            arrays[path] = _logarithms(self._levels(arrays[path], classes))
         return Message.from_arrays(arrays), state
+
+    def _coded(self, values: Tensor, classes: int) -> Tensor:
+        if not values.is_floating_point() or values.shape[-1] != classes:
+            return values
+        levels = nearest_levels(values.reshape(-1, classes), self.total)
+        code = self._units(levels) if self.total < classes else levels.to(torch.uint8)
+        return code.view(*values.shape[:-1], -1)
 
     def _units(self, levels: Tensor) -> Tensor:
         """The class of each unit, of (rows, N) levels; where two have as many, the lower first."""
@@ -64,7 +80,7 @@ class ProbabilityBits(Stage):
         each = torch.repeat_interleave(order.flatten(), levels.gather(1, order).flatten())
         return each.view(rows, self.total).to(class_type(classes))
 
-    def _decoded(self, code: Tensor, classes: int) -> Tensor:
+    def _levels(self, code: Tensor, classes: int) -> Tensor:
         if self.total < classes:
             check_classes(code, classes, self.total)
             rows = code.reshape(-1, self.total).long()
@@ -76,5 +92,12 @@ class ProbabilityBits(Stage):
             levels = code.reshape(-1, classes).long()
             if not bool((levels.sum(1) == self.total).all()):
                 raise Refused(f"levels of a row must sum to {self.total}")
-        probabilities = levels.to(torch.get_default_dtype()) / self.total
-        return probabilities.view(*code.shape[:-1], classes)
+        return levels.to(torch.get_default_dtype()).view(*code.shape[:-1], classes)
+
+
+def _logarithms(levels: Tensor) -> Tensor:
+    """Of the probabilities that levels stand for; every row sums to zero."""
+    empty = (levels == 0).to(levels)
+    filled = levels + empty * UNSAID / empty.sum(-1, keepdim=True).clamp(min=1)
+    logarithms: Tensor = filled.log()
+    return logarithms - logarithms.mean(-1, keepdim=True)

@@ -38,7 +38,7 @@ class TopProbabilities(Stage):
     @property
     def total(self) -> int:
         """m."""
-        return 2**self.bits - 1
+        return (1 << self.bits) - 1
 
     def send(self, message: Message, at: At, state: Tree) -> tuple[Message, Tree]:
         arrays = dict(message.arrays)
