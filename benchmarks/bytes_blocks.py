@@ -34,7 +34,8 @@ def table(name: str, part: str) -> str:
     kind = {"test": "test", "validation": "validation"}[part]
     note = (
         f"Times fewer bytes than float32, up and down together; then {kind} accuracy of the "
-        f"model that clients use, against float32 with the same seeds, in points, mean ± standard deviation. Of "
+        "model that clients use, against float32 with the same seeds, in points, mean ± standard "
+        "deviation. Of "
         f"float32: bytes and accuracy. Mean of the last {record['last']} evaluations, seeds "
         f"{', '.join(map(str, seeds))} {machine(record['environment'])}."
     )
