@@ -33,8 +33,9 @@ def table(name: str, part: str) -> str:
     seeds = sorted({row["seed"] for row in record["rows"]})
     kind = {"test": "test", "validation": "validation"}[part]
     note = (
-        f"Times fewer bytes than float32, up and down together; then {kind} accuracy of personal "
-        f"models against float32 with the same seeds, in points, mean ± standard deviation. Of "
+        f"Times fewer bytes than float32, up and down together; then {kind} accuracy of the "
+        "model that clients use, against float32 with the same seeds, in points, mean ± standard "
+        "deviation. Of "
         f"float32: bytes and accuracy. Mean of the last {record['last']} evaluations, seeds "
         f"{', '.join(map(str, seeds))} {machine(record['environment'])}."
     )
