@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import sys
 import warnings
@@ -25,7 +26,14 @@ from perfed import cli
 from perfed.core.errors import PerfedError
 from perfed.flower.certificates import write_node_key, write_signing_key
 from perfed.flower.initialise import APP, initialise
-from perfed.flower.signing import build, check_without_code, sign, signatures_of, start
+from perfed.flower.signing import (
+    build,
+    check_without_code,
+    run_nothing_else,
+    sign,
+    signatures_of,
+    start,
+)
 
 PYPROJECT = APP.format(coordinator="coordinator.yaml")
 
@@ -104,6 +112,23 @@ def test_an_app_with_code_of_its_own_is_not_signed(
     assert said in str(refused.value)
     assert not (tmp_path / "trusted-entities.yaml").exists()
     assert signatures_of(app) == {}
+
+
+@pytest.mark.attack(22)
+def test_a_site_that_perfed_started_unpacks_no_app_with_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flower = importlib.import_module("flwr.supernode.runtime.run_clientapp")
+    unpacked: list[bytes] = []
+    monkeypatch.setattr(flower, "install_from_fab", lambda app, **_: unpacked.append(app))
+    run_nothing_else()
+    honest, hostile = packed(tmp_path / "a", PYPROJECT), packed(tmp_path / "b", PYPROJECT, **OWN)
+    with pytest.raises(PerfedError, match="a file of its own"):
+        flower.install_from_fab(hostile.read_bytes(), skip_prompt=True)
+    flower.install_from_fab(honest.read_bytes(), skip_prompt=True)
+    assert unpacked == [honest.read_bytes()]
+    # A Flower that unpacks apps in another way must be looked at again.
+    assert "install_from_fab" in flower.run_clientapp.__code__.co_names
 
 
 def zipped(*files: tuple[str, bytes]) -> bytes:

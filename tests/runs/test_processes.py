@@ -54,13 +54,17 @@ def test_ctrl_c_ends_all_of_them_in_one_line(tmp_path: Path) -> None:
     study = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
-    ends = time.monotonic() + 120
-    while not [*tmp_path.glob("out/runs/*/timing.jsonl")]:  # somebody has played a round
-        assert study.poll() is None
-        assert time.monotonic() < ends
-        time.sleep(0.05)
-    os.killpg(study.pid, signal.SIGINT)  # as a terminal does
-    _, errors = study.communicate(timeout=120)
+    try:
+        ends = time.monotonic() + 120
+        while not [*tmp_path.glob("out/runs/*/timing.jsonl")]:  # somebody has played a round
+            assert study.poll() is None
+            assert time.monotonic() < ends
+            time.sleep(0.05)
+        os.killpg(study.pid, signal.SIGINT)  # as a terminal does
+        _, errors = study.communicate(timeout=120)
+    except BaseException:  # it would go on for 100,000 rounds
+        os.killpg(study.pid, signal.SIGKILL)
+        raise
     assert study.returncode == 128 + signal.SIGINT
     assert "Traceback" not in errors
     assert "interrupted; the same command goes on" in errors

@@ -11,7 +11,9 @@ from perfed.runs.significance import (
     against_first,
     bootstrap_interval,
     bootstrap_means,
+    enough,
     holm,
+    pairs_of,
     signed_rank,
 )
 
@@ -109,3 +111,19 @@ def test_pairs_too_few_for_any_result_give_none() -> None:
     assert found == pytest.approx({"b": 4 / 2**7, "c": 4 / 2**7})
     assert against_first({"a": first[1:], "b": lower[1:], "c": lower[1:]}) == {}
     assert against_first({"a": first}) == {}
+
+
+def test_a_second_look_at_the_same_clients_is_no_second_pair() -> None:
+    once, twice = [[1.0, 2.0, 4.0]], [[1.0, 2.0, 4.0], [3.0, 2.0, 0.0]]
+    assert pairs_of(once, over_seeds=False) == [1.0, 2.0, 4.0]
+    assert pairs_of(twice, over_seeds=False) == [2.0, 2.0, 2.0]
+    assert pairs_of(twice, over_seeds=True) == pytest.approx([7 / 3, 5 / 3])
+    assert len(pairs_of([[1.0, 2.0], [1.0, 2.0, 3.0]], over_seeds=False)) == 2
+
+
+def test_how_many_pairs_are_enough_by_hand() -> None:
+    """Five pairs in one direction have a two-sided probability of 2/32, six of 2/64."""
+    assert not enough(5, 2)
+    assert enough(6, 2)
+    assert not enough(6, 3)  # of two comparisons, by Holm, the first must be half as probable
+    assert enough(7, 3)
