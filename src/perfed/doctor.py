@@ -30,6 +30,7 @@ COMFORT = {  # training does without them
 }
 EXTRAS = {
     "flower": "a real federation between machines",
+    "metrics": "numbers of a federation for Prometheus (perfed site metrics)",
     "ray": "--engine ray",
     "export": "models as ONNX files (perfed export-model)",
     "huggingface": "data sets of the Hugging Face Hub",

@@ -71,11 +71,16 @@ def test_two_that_disagree_are_refused_in_a_line() -> None:
         assert "\n" not in str(error.value)
 
 
-def test_every_link_of_the_package_fits_every_algorithm() -> None:
+def test_every_link_of_the_package_fits_every_algorithm_that_it_can() -> None:
     for name in config.preset_names(config.LINKS):
-        assert config.read_mapping(name, config.LINKS)["about"]
+        link = config.read_mapping(name, config.LINKS)
+        assert link["about"]
         for algorithm in perfed.algorithms:
-            assert parse({"algorithm": algorithm, "link": name})
+            if "privacy" in link and perfed.algorithms[algorithm].not_private:
+                with pytest.raises(ConfigError, match="choose another method"):
+                    parse({"algorithm": algorithm, "link": name})
+            else:
+                assert parse({"algorithm": algorithm, "link": name})
 
 
 def test_on_the_command_line_before_set_and_in_studies(

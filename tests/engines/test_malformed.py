@@ -118,7 +118,7 @@ def test_engines_agree_on_malformed_weights(file: Path) -> None:
         ("nothing", "own.py, line 21: client_round of 'Own' returned NoneType: must be a Message"),
         ("dict", "own.py, line 21: client_round of 'Own' returned dict: must be a Message"),
         ("raise", "own.py, line 42: client_round of 'Own' raised ValueError: a mistake of two li"),
-        ("state", "note: a tree holds tensors, not str"),
+        ("state", "own.py, line 44: client.state: 'note' is a str: must be a tensor"),
         ("empty", "own.py, line 57: merge of 'Own' raised KeyError: 'model'; it must return a st"),
         ("negative", "own.py, line 57: weighted_average by amounts -5: each must be at least 0"),
         ("zero", "own.py, line 57: weighted_average by amounts 0: each must be at least 0"),

@@ -360,10 +360,11 @@ def test_studies_of_the_package_are_studies(name: str) -> None:
     assert planned.name == name
     assert planned.about
     assert len(planned.seeds) >= 3
-    assert planned.tuning is not None
+    assert (planned.tuning is not None) == name.startswith("bench-")  # others show how to begin
     for setting in planned.settings:
         fitting = [cell for cell in planned.cells(settings=[setting]) if not cell.left_out]
-        assert {len(cell.trials()) for cell in fitting} == {planned.tuning.trials}
+        if planned.tuning is not None:
+            assert {len(cell.trials()) for cell in fitting} == {planned.tuning.trials}
         assert any(cell.method.algorithm.reference for cell in fitting)
 
 

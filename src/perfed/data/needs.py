@@ -267,13 +267,14 @@ class Needs(Options):
         return np.stack([numbers(sheet, name) for name in sheet.columns], 1)
 
 
-def needs_of(federation: Federation, inputs: Inputs) -> Needs:
-    """Of the models of a federation."""
+def needs_of(federation: Federation, inputs: Inputs, client: int = 0) -> Needs:
+    """Of the models of a federation; ``client``: whose samples are looked at, where those of all
+    are not in memory."""
     samples, origin = federation.samples, federation.samples.origin
     scales: Mapping[str, Any] = federation.partition_facts.get("standardised", {})
     x = samples.x
     if federation.distant is not None and federation.clients:
-        x = federation.distant.client(0)[0]
+        x = federation.distant.client(client)[0]
     return Needs(
         shape=inputs.shape,
         classes=samples.classes,

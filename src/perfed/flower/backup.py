@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import io
 import os
 import shutil
@@ -14,6 +13,7 @@ from pathlib import Path
 from packaging.version import Version
 
 import perfed
+from perfed.core import locks
 from perfed.core.errors import RunError
 from perfed.core.tensorfile import write_atomically
 from perfed.flower.settings import read_site
@@ -36,8 +36,8 @@ def backup(site: Path, file: Path) -> int:
     if not state.is_dir():
         raise RunError(f"no {state}: this site has done nothing yet")
     content = io.BytesIO()
-    with open(state / LOCK, "w") as lock, tarfile.open(fileobj=content, mode="w:gz") as archive:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # a task that is being done ends first
+    task_ends_first = locks.locked(state / LOCK, patience=None)
+    with task_ends_first, tarfile.open(fileobj=content, mode="w:gz") as archive:
         version = perfed.__version__.encode()
         entry = tarfile.TarInfo(VERSION)
         entry.size = len(version)
@@ -69,13 +69,12 @@ def restore(site: Path, file: Path) -> Path | None:
             )
         replaced = None
         if state.exists():
-            with open(state / LOCK, "w") as lock:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except OSError:
-                    raise RunError("the site is at work: stop it first") from None
-                replaced = state.with_name(f"{state.name}.replaced-{time.time_ns()}")
-                os.replace(state, replaced)
+            try:
+                with locks.locked(state / LOCK):
+                    replaced = state.with_name(f"{state.name}.replaced-{time.time_ns()}")
+                    os.replace(state, replaced)
+            except TimeoutError:
+                raise RunError("the site is at work: stop it first") from None
         os.replace(draft / STATE, state)
         return replaced
     except (tarfile.TarError, EOFError, ValueError) as error:

@@ -7,6 +7,7 @@ stopped, by Ctrl-C or systemd, all of them end.
 from __future__ import annotations
 
 import importlib
+import os
 import signal
 import socket
 import tempfile
@@ -67,6 +68,11 @@ class Services:
     """Programs that are kept running."""
 
     def __init__(self, home: Path) -> None:
+        if not hasattr(os, "fork"):
+            raise ConfigError(
+                "this system cannot fork a process: start Flower's own programs instead, as in "
+                "docs/federation.md"
+            )
         self.warm = Warm()
         run_nothing_else()
         wait_less()

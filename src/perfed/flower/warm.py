@@ -162,7 +162,7 @@ class Warm:
                 if key.fileobj is self._listener:
                     self._accept()
                 else:  # who asked is gone
-                    self._kill(int(key.data))
+                    self._kill(int(key.data), signal.SIGKILL)
         return ended
 
     def _accept(self) -> None:
@@ -201,7 +201,7 @@ class Warm:
                 ended[pid] = code
         return ended
 
-    def _kill(self, pid: int, number: int = signal.SIGKILL) -> None:
+    def _kill(self, pid: int, number: int) -> None:
         with suppress(ProcessLookupError):
             os.kill(pid, number)
 
@@ -221,7 +221,7 @@ class Warm:
 
         self.stop(list(self._own))
         for pid in list(self._lines):
-            self._kill(pid)
+            self._kill(pid, signal.SIGKILL)
         while self._lines:
             self._reap()
             time.sleep(0.01)

@@ -318,7 +318,9 @@ class Simulation(Coordinator):
                 "input_shape": list(self.population.inputs.shape),
                 "vocabulary": self.population.inputs.vocabulary,
                 "classes": self.federation.samples.classes,
-                "needs": to_mapping(needs_of(self.federation, self.population.inputs)),
+                "needs": to_mapping(
+                    needs_of(self.federation, self.population.inputs, int(self.evaluated[0]))
+                ),
                 "architectures": {
                     label: plain(architecture)
                     for label, architecture in self.population.by_label.items()
