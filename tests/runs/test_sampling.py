@@ -95,9 +95,8 @@ def test_the_known_best_is_found(tmp_path: Path, fake: Callable[..., Fake]) -> N
     assert found[STEPS] == 4
     assert found[SELECTION] == "by-size"
     assert 1 < found[WEIGHT] < 4
-    # By what it has learnt: the first ten are random, the last are better.
     values = [known(search.experiment(choice, 1000)) for choice in search.choices()]
-    assert sum(values[-20:]) / 20 > sum(values[:10]) / 10 + 0.1
+    assert statistics.mean(values[-20:]) > 0.82  # random draws have 0.71, with any seed near it
 
 
 def test_a_search_that_was_stopped_goes_on_as_if_it_had_not(
@@ -156,6 +155,13 @@ def test_a_bad_trial_is_stopped_recorded_told_and_not_chosen(
     assert tables(result)[0].rows[-1][-1].endswith(", pruned after round 4")
 
 
+@pytest.mark.parametrize(("log", "expected"), [(True, 0.5), (False, 0.01)])
+def test_a_log_range_gives_each_power_of_ten_its_share(log: bool, expected: float) -> None:
+    grid = {WEIGHT: Range(0.01, 100.0, log)}
+    drawn = [suggestion(grid, seed, [])[0][1] for seed in range(200)]
+    assert sum(weight < 1 for weight in drawn) / 200 == pytest.approx(expected, abs=0.1)
+
+
 def test_what_was_pruned_or_diverged_is_avoided() -> None:
     """As if it were the worst: where all with a small weight was, nothing small is suggested."""
     grid = {WEIGHT: Range(0.0, 1.0)}
@@ -183,7 +189,7 @@ def test_a_real_run_is_pruned_and_one_that_was_interrupted_is_too(tmp_path: Path
 
     class Interrupt(Callback):
         def on_round(self, report: RoundReport) -> None:
-            if report.round == 2:
+            if report.round == 3:  # saved, but not yet judged
                 raise KeyboardInterrupt
 
     often = replace(SEQUENTIAL, checkpoint_seconds=0)
