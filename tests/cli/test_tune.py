@@ -17,7 +17,7 @@ GRID = ["--grid", "training.learning_rate=0.1,0.01"]
         (["-a", "local", "-a", "fedavg", *GRID], "--algorithm: one algorithm is tuned at a time"),
         (["--grid", "rounds=2,2"], "--grid rounds: 2 is there twice; give it once"),
         (["--grid", "rounds=2", "--grid", "rounds=3"], "--grid rounds: is there twice"),
-        (["--grid", "rounds=1..3"], "--trials: say how many values of a range to try"),
+        (["--grid", "rounds=1..3"], "--trials: say how many settings to try: a range"),
         (["--grid", "rounds=0..3", "--trials", "2"], "rounds: 0 is out of range"),
         (["--grid", "rounds=1..3", "--trials", "2", "--shard", "1/2"], "--shard: a range is "),
     ],

@@ -207,7 +207,7 @@ def tune(
             "--grid",
             metavar="KEY=V,V,…",
             help="Values to try, such as algorithm.weight=0.5,2; once for each key. Or a range: "
-            "0.5..2, or 0.1..10:log (needs perfed[tune]). The paper's grid without it.",
+            "0.5..2, or 0.1..10:log (needs optuna). The paper's grid without it.",
         ),
     ] = None,
     trials: Annotated[

@@ -53,7 +53,7 @@ class Search:
 
     def __post_init__(self) -> None:
         if self._ranges() and self.trials is None:
-            raise ConfigError("say how many values of a range to try", "--trials")
+            raise ConfigError("say how many settings to try: a range has no last one", "--trials")
         for key, values in self.grid.items():
             if isinstance(values, Range):
                 continue
