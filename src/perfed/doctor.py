@@ -38,6 +38,7 @@ EXTRAS = {
     "tensorboard": "--tensorboard",
     "mlflow": "--mlflow",
     "wandb": "--wandb (Weights & Biases)",
+    "tune": "perfed tune with ranges",
     "docs": "building the documentation",
 }
 FOR_DEVELOPERS = ("dev", "fuzz")

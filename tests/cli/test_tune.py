@@ -1,6 +1,7 @@
 """``perfed tune`` as a user meets it."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,9 @@ GRID = ["--grid", "training.learning_rate=0.1,0.01"]
         (["-a", "local", "-a", "fedavg", *GRID], "--algorithm: one algorithm is tuned at a time"),
         (["--grid", "rounds=2,2"], "--grid rounds: 2 is there twice; give it once"),
         (["--grid", "rounds=2", "--grid", "rounds=3"], "--grid rounds: is there twice"),
+        (["--grid", "rounds=1..3"], "--trials: say how many settings to try: a range"),
+        (["--grid", "rounds=0..3", "--trials", "2"], "rounds: 0 is out of range"),
+        (["--grid", "rounds=1..3", "--trials", "2", "--shard", "1/2"], "--shard: a range is "),
     ],
 )
 def test_what_is_no_search_is_one_line_and_nothing_written(
@@ -55,6 +59,33 @@ def test_a_folder_keeps_its_search_and_the_same_search_goes_on(
     shown = capsys.readouterr()
     assert json.loads(shown.out) == json.loads(before)
     assert shown.err == ""  # nothing was run again
+
+
+def test_a_range_needs_optuna_and_lists_do_not(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    config: Path,
+) -> None:
+    search = ["tune", config, "-a", "local", "--trials", "2", "--out", tmp_path / "out", "--json"]
+    ranged = ["--grid", "training.learning_rate=0.01..0.1:log"]
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "optuna", None)
+        error = refusal(monkeypatch, capsys, *search, *ranged)
+        assert error == (
+            "perfed: --grid with a range: optuna is not installed: pip install 'perfed[tune]'\n"
+        )
+        assert not (tmp_path / "out").exists()
+        assert perfed(monkeypatch, *search, *GRID, "--seconds", "0") == 0
+    search[-2] = tmp_path / "ranged"
+    for trials in ("2", "3"):
+        search[5] = trials
+        capsys.readouterr()
+        assert perfed(monkeypatch, *search, *ranged) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert len(found["trials"]) == found["of"] == int(trials)
+        for trial in found["trials"]:
+            assert 0.01 <= trial["choice"]["training.learning_rate"] <= 0.1
 
 
 def test_help_says_where_it_goes(

@@ -43,6 +43,7 @@ from perfed.paper.reproduce import SINGLE, STUDIES
 from perfed.paper.reproduce import write as write_files
 from perfed.paper.tables import TableRun
 from perfed.runs import tune as tuning
+from perfed.runs.sampling import Range
 from perfed.runs.study import Shard, Study
 from perfed.runs.tune import SEED
 
@@ -205,15 +206,16 @@ def tune(
         typer.Option(
             "--grid",
             metavar="KEY=V,V,…",
-            help="Values to try, such as algorithm.weight=0.5,2; once for each key. The paper's "
-            "grid without it.",
+            help="Values to try, such as algorithm.weight=0.5,2; once for each key. Or a range: "
+            "0.5..2, or 0.1..10:log (needs optuna). The paper's grid without it.",
         ),
     ] = None,
     trials: Annotated[
         int | None,
         typer.Option(
             metavar="N",
-            help="Try so many settings of the grid, chosen at random; default: all.",
+            help="Try so many settings of the grid, chosen at random; default: all. With a range: "
+            "each chosen by those before it, and bad ones stopped early.",
             min=1,
         ),
     ] = None,
@@ -257,12 +259,14 @@ def tune(
     )
     name = search.experiment(search.choices()[0], search.seeds[0]).algorithm.registered_name
     path = out or Path("runs", f"tune-{values.get('name', 'experiment')}-{name}")
-    study = search.study(path)
     how = execution(engine, workers, device, precision, None, checkpoint_seconds)
+    part = Shard.parse(shard)
     search.check_folder(path)
-    _write_trials(search, study)  # says which search it is, also if this one is killed
-    _run_study(study, how, shard, seconds, side_by_side)
-    result, shown = _write_trials(search, study)
+    search = search.run(path, how, (), part, seconds=0)  # what the records there lead to
+    _write_trials(search, path)  # says which search it is, also if this one is killed
+    with conducting(path) as display:
+        search = search.run(path, how, [display], part, seconds, side_by_side)
+    result, shown = _write_trials(search, path)
     if as_json:
         print_json(result)
         return
@@ -272,11 +276,11 @@ def tune(
     print(f"\nbest: {best}\nall trials: {path / tuning.FILE}")
 
 
-def _write_trials(search: tuning.Search, study: Study) -> tuple[dict[str, Any], list[Table]]:
-    """The trials there are so far, to the study's folder."""
-    result = search.result(study.records())
+def _write_trials(search: tuning.Search, folder: Path) -> tuple[dict[str, Any], list[Table]]:
+    """The trials there are so far, to their folder."""
+    result = search.result(search.study(folder).records())
     shown = tuning.tables(result)
-    write_files(study.folder, tuning.NAME, result, shown)
+    write_files(folder, tuning.NAME, result, shown)
     return result, shown
 
 
@@ -287,19 +291,21 @@ def _run_study(
         study.run(how, [display], Shard.parse(shard), seconds, side_by_side)
 
 
-def _parse_grid(texts: Sequence[str]) -> dict[str, list[Any]]:
-    grid = {}
+def _parse_grid(texts: Sequence[str]) -> dict[str, Sequence[Any] | Range]:
+    grid: dict[str, Sequence[Any] | Range] = {}
     for text in texts:
         key, equals, choices = text.partition("=")
         if not equals or not choices:
             raise ConfigError(f"'{text}' is not of the form key=value,value", "--grid")
         if key in grid:
             raise ConfigError("is there twice; give all its values at once", f"--grid {key}")
-        grid[key] = [load_yaml(choice, f"--grid {key}") for choice in choices.split(",")]
+        where = f"--grid {key}"
+        listed = [load_yaml(choice, where) for choice in choices.split(",")]
+        grid[key] = Range.parse(choices, where) or listed
     return grid
 
 
-def _papers_grid(values: Mapping[str, Any]) -> dict[str, Sequence[Any]]:
+def _papers_grid(values: Mapping[str, Any]) -> dict[str, Sequence[Any] | Range]:
     """The paper's, without what the algorithm has no use for."""
     algorithm = perfed.algorithms.build(values.get("algorithm", "perfed-ckt"))
     unused = set()

@@ -41,6 +41,10 @@ class Diverged(PerfedError):
     """A model became infinite or not a number; going on would only produce noise."""
 
 
+class Pruned(PerfedError):
+    """A callback's ``on_round`` raises it: the run is not worth its further rounds."""
+
+
 class Refused(PerfedError):
     """A message, a task or an answer that must not be used; the reason is told to who sent it.
 

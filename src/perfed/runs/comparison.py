@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from perfed.config import Comparison, Experiment, parse, read_mapping
-from perfed.core.errors import ConfigError, Diverged, PerfedError, RunError
+from perfed.core.errors import ConfigError, Diverged, PerfedError, Pruned, RunError
 from perfed.core.layout import Table, latex
 from perfed.core.tensorfile import write_atomically
 from perfed.core.threads import cpu_threads
@@ -212,8 +212,8 @@ def _is_closed(folder: Path) -> bool:
 def run_together(
     experiments: Mapping[Path, Experiment], callbacks: Sequence[Callback], how: Execution
 ) -> None:
-    """Start or continue each experiment in its directory, all on one engine, until each has ended
-    or diverged. Ctrl-C and the like stop each after its round."""
+    """Start or continue each experiment in its directory, all on one engine, until each has ended,
+    diverged or was pruned. Ctrl-C and the like stop each after its round."""
     engine: Engine | None = None
     runs: dict[Path, Steps[Result]] = {}
     stop = Stop()
@@ -238,7 +238,7 @@ def run_together(
             for folder, steps in list(runs.items()):
                 try:
                     waiting[folder] = steps.send(results[folder])  # type: ignore[arg-type]
-                except (StopIteration, Diverged, Stopped):
+                except (StopIteration, Diverged, Pruned, Stopped):
                     del runs[folder]
             if engine is not None:
                 try:

@@ -35,7 +35,7 @@ from perfed.core.errors import ConfigError, cut, did_you_mean, shown
 from perfed.core.schema import Options, from_mapping, option, plain
 from perfed.core.tensorfile import write_atomically
 from perfed.engines import Execution
-from perfed.runs import tune
+from perfed.runs import sampling, tune
 from perfed.runs.coordinator import Callback
 from perfed.runs.simulation import AUTOMATIC, Simulation
 from perfed.runs.study import Record, Shard, Study, folder_name
@@ -163,7 +163,7 @@ class Cell:
             for choice in self.search.choices()
         }
 
-    def trial_name(self, choice: tune.Choice) -> str:
+    def trial_name(self, choice: sampling.Choice) -> str:
         assert self.search is not None
         return self.run_name(f"tune-{self.search.name(choice, self.search.seeds[0])}")
 

@@ -148,7 +148,7 @@ def read_record(path: Path) -> Record:
 
 
 def record_of(folder: Path) -> Record:
-    """What is kept of a run, finished or failed."""
+    """What is kept of a run, finished, failed or pruned."""
     directory, result = RunDirectory(folder), Result(folder)
     kept: Record = {
         "config": result.experiment.to_mapping(),
@@ -156,6 +156,9 @@ def record_of(folder: Path) -> Record:
     }
     if directory.failure:
         return kept | {"failed": directory.failure}
+    if not directory.finished:
+        done = max(line["round"] for line in directory.lines("rounds.jsonl")) + 1
+        return kept | {"pruned": done, "curve": _curve(directory)}
     timing = directory.lines("timing.jsonl")
     return kept | {
         "summary": result.summary,

@@ -1,5 +1,8 @@
 """A search over settings by validation accuracy; every trial is kept.
 
+Lists of values are tried one after another; with a range among them, each trial is suggested by
+those before it (:mod:`perfed.runs.sampling`).
+
 Test accuracy is not looked at. Where an algorithm uses validation samples itself, half of them are
 kept from it. Seeds are by default none of those that results are reported on, so
 that neither the partition nor the public set of a reported run had a part in the choice.
@@ -11,6 +14,7 @@ import copy
 import itertools
 import json
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,30 +25,38 @@ from perfed.config import Comparison, Experiment, parse, set_key
 from perfed.core.errors import ConfigError
 from perfed.core.layout import Table
 from perfed.core.streams import numpy_stream
+from perfed.engines import Execution
+from perfed.runs.coordinator import Callback
 from perfed.runs.directory import RunDirectory
 from perfed.runs.result import headline
-from perfed.runs.study import Record, Study
+from perfed.runs.sampling import Choice, Pruning, Range, Told, suggestion
+from perfed.runs.study import Record, Shard, Study
 
 SEED = 1000
 NAME = "tune"  # of the files that hold the outcome
 FILE = f"{NAME}.json"
-Choice = tuple[tuple[str, Any], ...]
-"""One value for each key of the grid."""
 
 
 @dataclass(frozen=True)
 class Search:
-    """``values`` with each choice of ``grid``, or ``trials`` of them drawn at random."""
+    """``values`` with each choice of ``grid``, or ``trials`` of them: drawn at random, or where
+    the grid has a range, each suggested by those before it."""
 
     values: Mapping[str, Any]
-    grid: Mapping[str, Sequence[Any]]
+    grid: Mapping[str, Sequence[Any] | Range]
     seeds: tuple[int, ...] = (SEED,)
     trials: int | None = None
     as_given: bool = False
     """Whether ``values`` as they are, without a choice, are the first trial."""
+    suggested: tuple[Choice, ...] = ()
+    """So far, where the grid has a range."""
 
     def __post_init__(self) -> None:
+        if self._ranges() and self.trials is None:
+            raise ConfigError("say how many settings to try: a range has no last one", "--trials")
         for key, values in self.grid.items():
+            if isinstance(values, Range):
+                continue
             for number, value in enumerate(values):
                 if value in values[:number]:
                     raise ConfigError(f"{value} is there twice; give it once", f"--grid {key}")
@@ -54,18 +66,24 @@ class Search:
 
     @cached_property
     def _choices(self) -> list[Choice]:
+        if self._ranges():
+            return list(self.suggested) or [suggestion(self.grid, self.seeds[0], [])]
+        return self._listed(self.trials)
+
+    def _listed(self, trials: int | None = None) -> list[Choice]:
+        """Without a sampler; of a range, its ends."""
         keys = list(self.grid)
         everything = [
             tuple(zip(keys, values, strict=True))
-            for values in itertools.product(*self.grid.values())
+            for values in itertools.product(*map(_values, self.grid.values()))
         ]
         first: list[Choice] = [()] if self.as_given else []
         if first:
             given = self.experiment((), self.seeds[0])
             everything = [c for c in everything if self.experiment(c, self.seeds[0]) != given]
-        if self.trials is None or self.trials >= len(first) + len(everything):
+        if trials is None or trials >= len(first) + len(everything):
             return first + everything
-        left = self.trials - len(first)
+        left = trials - len(first)
         drawn = numpy_stream(0, "tune").permutation(len(everything))[:left]
         return first + [everything[number] for number in sorted(drawn)]
 
@@ -78,6 +96,73 @@ class Search:
                 for seed in self.seeds
             },
         )
+
+    def run(
+        self,
+        folder: Path,
+        how: Execution,
+        callbacks: Sequence[Callback] = (),
+        shard: Shard | None = None,
+        seconds: float = float("inf"),
+        side_by_side: bool = False,
+    ) -> Search:
+        """Run what has no record yet, as a study does. The search as it then is: with all that was
+        suggested so far."""
+        if not self._ranges():
+            self.study(folder).run(how, callbacks, shard, seconds, side_by_side)
+            return self
+        if shard and shard.of > 1:
+            raise ConfigError(
+                "a range is searched one trial after another, not in shards", "--shard"
+            )
+        for choice in self._listed():  # what cannot run must not start
+            self.experiment(choice, self.seeds[0])
+        return self._run_suggested(folder, how, callbacks, seconds, side_by_side)
+
+    def _run_suggested(
+        self,
+        folder: Path,
+        how: Execution,
+        callbacks: Sequence[Callback],
+        seconds: float,
+        side_by_side: bool,
+    ) -> Search:
+        """What has a record is told to the sampler without a run."""
+        end = time.monotonic() + seconds
+        suggested: list[Choice] = []
+        told: list[Told] = []
+        complete: dict[int, list[dict[int, float]]] = {seed: [] for seed in self.seeds}
+        with how.several_runs():
+            while len(told) < (self.trials or 0):
+                choice = suggestion(self.grid, self.seeds[0], told)
+                trial = replace(self, suggested=(choice,))
+                watching = [*callbacks, Pruning(complete)]
+                records = trial._run_trial(folder, how, watching, end, side_by_side)
+                row = self._row(choice, records)
+                if row and choice not in suggested:
+                    for seed in self.seeds if row["validation_accuracy"] else ():
+                        complete[seed].append(_curve(records[self.name(choice, seed)]))
+                suggested.append(choice)
+                if row is None:  # the time is over
+                    break
+                told.append(_told(choice, row))
+        return replace(self, suggested=tuple(dict.fromkeys(suggested)))
+
+    def _run_trial(
+        self,
+        folder: Path,
+        how: Execution,
+        callbacks: Sequence[Callback],
+        end: float,
+        side_by_side: bool,
+    ) -> dict[str, Record]:
+        """One seed after another, unless they are to run side by side, until one is pruned."""
+        for seeds in [self.seeds] if side_by_side else [(seed,) for seed in self.seeds]:
+            study = replace(self, seeds=seeds).study(folder)
+            study.run(how, callbacks, None, end - time.monotonic(), side_by_side)
+            if any("pruned" in record for record in study.records().values()):
+                break
+        return self.study(folder).records()
 
     def name(self, choice: Choice, seed: int) -> str:
         shown = [f"{key.rpartition('.')[2]}={value}" for key, value in choice]
@@ -96,25 +181,34 @@ class Search:
 
     def result(self, records: Mapping[str, Record]) -> dict[str, Any]:
         """Every choice with a record of each seed, the best first."""
-        rows: list[dict[str, Any]] = []
-        for choice in self.choices():
-            runs = [records.get(self.name(choice, seed)) for seed in self.seeds]
-            found = [run for run in runs if run is not None]
-            if len(found) < len(runs):
-                continue
-            failed = [run["failed"] for run in found if "failed" in run]
-            scores = [] if failed else [validation_accuracy(run) for run in found]
-            rows.append({"choice": dict(choice), "validation_accuracy": scores, "failed": failed})
+        found = (self._row(choice, records) for choice in self.choices())
+        rows = [row for row in found if row is not None]
         rows.sort(key=lambda row: -_mean(row["validation_accuracy"]))
         return {
             "algorithm": self.algorithm(),
             "grid": self._plain_grid(),
             "seeds": list(self.seeds),
-            "of": len(self.choices()),
+            "of": self.trials if self._ranges() else len(self.choices()),
             "trials": rows,
             "config": self.config(),
             "environment": next((r["environment"] for r in records.values()), {}),
         }
+
+    def _row(self, choice: Choice, records: Mapping[str, Record]) -> dict[str, Any] | None:
+        """What a choice gave; None where not all its seeds have run, and none was pruned."""
+        runs = [records.get(self.name(choice, seed)) for seed in self.seeds]
+        found = [run for run in runs if run is not None]
+        pruned = [
+            {"rounds": run["pruned"], "validation_accuracy": list(_curve(run).values())[-1]}
+            for run in found
+            if "pruned" in run
+        ]
+        if len(found) < len(runs) and not pruned:
+            return None
+        failed = [run["failed"] for run in found if "failed" in run]
+        scores = [] if failed or pruned else [validation_accuracy(run) for run in found]
+        row = {"choice": dict(choice), "validation_accuracy": scores, "failed": failed}
+        return row | ({"pruned": pruned} if pruned else {})
 
     def algorithm(self) -> str:
         """What is tuned, with the options that it was given and that are not searched."""
@@ -164,8 +258,29 @@ class Search:
     def _first(self) -> Experiment:
         return self.experiment(self.choices()[0], self.seeds[0])
 
-    def _plain_grid(self) -> dict[str, list[Any]]:
-        return {key: list(values) for key, values in self.grid.items()}
+    def _ranges(self) -> bool:
+        return any(isinstance(values, Range) for values in self.grid.values())
+
+    def _plain_grid(self) -> dict[str, Any]:
+        return {
+            key: str(values) if isinstance(values, Range) else list(values)
+            for key, values in self.grid.items()
+        }
+
+
+def _values(values: Sequence[Any] | Range) -> Sequence[Any]:
+    return (values.low, values.high) if isinstance(values, Range) else values
+
+
+def _told(choice: Choice, row: Mapping[str, Any]) -> Told:
+    reached = {r["rounds"]: r["validation_accuracy"] for r in row.get("pruned", ())}
+    scores = row["validation_accuracy"]
+    return Told(choice, statistics.mean(scores) if scores else None, reached)
+
+
+def _curve(record: Record) -> dict[int, float]:
+    """By round, the validation accuracy of the model that a client would use."""
+    return {number: validation for number, _, validation in headline(record["curve"])}
 
 
 def with_second_validation(experiment: Experiment) -> Experiment:
@@ -184,7 +299,7 @@ def validation_accuracy(record: Record) -> float:
 
 def best(result: Mapping[str, Any]) -> dict[str, Any]:
     """The choice with the highest validation accuracy."""
-    trials = [trial for trial in result["trials"] if not trial["failed"]]
+    trials = [trial for trial in result["trials"] if trial["validation_accuracy"]]
     if not trials:
         raise ConfigError("no trial has a result")
     choice: dict[str, Any] = trials[0]["choice"]
@@ -195,16 +310,25 @@ def tables(result: Mapping[str, Any]) -> list[Table]:
     keys = list(result["grid"])
     rows = []
     for trial in result["trials"]:
-        score = _mean(trial["validation_accuracy"])
-        shown = "diverged" if trial["failed"] else f"{100 * score:.1f}"
         choice = [shown_value(trial["choice"].get(key, "as given")) for key in keys]
-        rows.append([*choice, shown])
+        rows.append([*choice, _shown_score(trial)])
     note = f"Mean validation accuracy in %, after the last round, seeds {result['seeds']}. "
     if result["config"]["split"].get("second_validation"):
         note += "The algorithm saw half of the validation samples, these are of the other half. "
+    if any(trial.get("pruned") for trial in result["trials"]):
+        note += "Pruned: stopped early, when below the median of earlier trials. "
     note += f"{len(rows)} of {result['of']} settings tried; of equals, the first counts."
     title = f"Settings of {result['algorithm']}"
     return [Table(title, [*keys, "validation accuracy"], rows, note, names=0)]
+
+
+def _shown_score(trial: Mapping[str, Any]) -> str:
+    if trial["failed"]:
+        return "diverged"
+    for early in trial.get("pruned", ()):
+        reached = 100 * early["validation_accuracy"]
+        return f"{reached:.1f}, pruned after round {early['rounds']}"
+    return f"{100 * _mean(trial['validation_accuracy']):.1f}"
 
 
 def shown_value(value: Any) -> str:
