@@ -118,6 +118,7 @@ def _gains(folder: Path) -> str:
         for report in site.glob(f"state*/*/{REPORT}"):
             last = json.loads(report.read_text("utf-8").splitlines()[-1])
             alone = last.get("alone_test_accuracy")
-            numbers = [last["test_accuracy"], alone, last.get("gain")]
-            rows.append([site.name, *["" if n is None else f"{100 * n:.1f} %" for n in numbers]])
-    return Table("", ["site", "with the federation", "alone", "gain"], rows).text()
+            shown = ["" if n is None else f"{100 * n:.1f} %" for n in (last["test_accuracy"], alone)]
+            gain = f"{100 * last['gain']:+.1f}" if "gain" in last else ""
+            rows.append([site.name, *shown, gain])
+    return Table("", ["site", "with the federation", "alone", "gain in points"], rows).text()
