@@ -63,7 +63,7 @@ def init(
         except typer.Abort:
             if sys.stdin.isatty():  # Ctrl-C, or Ctrl-D
                 raise
-            message = f"\"{question}\" was not answered: --yes takes what stands in brackets"
+            message = f'"{question}" was not answered: --yes takes what stands in brackets'
             raise ConfigError(message, "init") from None
 
     source = starter.recognise(asked(data, starter.DATA_QUESTION, "digits"))
