@@ -52,7 +52,7 @@ class Display(Callback):
                 BarColumn(bar_width=24),
                 TextColumn("round {task.completed}/{task.total}"),
                 TextColumn("{task.fields[facts]}"),
-                TimeRemainingColumn(elapsed_when_finished=True, table_column=Column(min_width=7)),
+                TimeRemainingColumn(elapsed_when_finished=True, table_column=Column(no_wrap=True)),
                 console=console,
             )
         self._began: dict[str, tuple[float, int]] = {}
