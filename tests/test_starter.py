@@ -101,6 +101,7 @@ def test_every_key_is_there_with_its_meaning() -> None:
         commented_above = text[: text.index(line)].splitlines()[-1:]
         if ":" in stripped and "name:" not in stripped and not stripped.startswith("#"):
             assert "  # " in line or commented_above[0].strip().startswith("#"), line
+    assert values["clients_per_round"] == values["clients"] == 6  # all train, as local does
     assert values["algorithm"]["clusters"] == 3
     fewer = start.experiment("mine", 2, ["hypcluster"], ["mlp"])
     assert fewer.to_mapping()["algorithm"]["clusters"] == 1

@@ -188,7 +188,7 @@ class Start:
         self, name: str, clients: int, methods: Sequence[str], models: Sequence[str]
     ) -> Experiment | Comparison:
         """Numbers that fit the data; an error where something given does not."""
-        selected = min(10, max(1, -(-clients // 2)))
+        selected = min(10, clients)  # all, where they are few: local training trains all, too
         minimum = max(3, min(MINIMUM, len(self.samples.x) // clients // 2))
         partition: Any = {"name": "dirichlet", "alpha": 0.1, "minimum": minimum}
         values: dict[str, Any] = {
@@ -202,7 +202,7 @@ class Start:
             "split": {"train": [0.6], "validation": 0.1, "test": 0.3},
             "models": list(models),
         }
-        chosen = [_fitting(method, selected) for method in methods]
+        chosen = [_fitting(method, min(10, -(-clients // 2))) for method in methods]
         one = {"algorithm": chosen[0]} if len(chosen) == 1 else {"algorithms": chosen}
         what = parse(values | one)
         for experiment in what.experiments() if isinstance(what, Comparison) else [what]:
@@ -210,10 +210,10 @@ class Start:
         return what
 
 
-def _fitting(method: str, clients_a_round: int) -> dict[str, Any]:
-    """No more clusters than clients in a round."""
+def _fitting(method: str, most: int) -> dict[str, Any]:
+    """A method with no more clusters than so many."""
     clusters = getattr(algorithms.build(method), "clusters", 0)
-    fewer = {"clusters": clients_a_round} if clusters > clients_a_round else {}
+    fewer = {"clusters": most} if clusters > most else {}
     return {"name": method} | fewer
 
 

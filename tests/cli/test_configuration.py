@@ -90,6 +90,11 @@ def test_init_asks_a_few_questions_and_overwrites_nothing(
     asked = perfed(folder, "init", answers=answers)
     assert asked.returncode == 0, asked.stderr
     assert asked.stdout.count("?") == 4
+    silent = perfed(folder, "init", "silent.yaml", "--data", "photos", answers="")
+    assert silent.returncode == 2
+    assert silent.stderr.endswith(
+        'perfed: init: "How many clients?" was not answered: --yes takes what stands in brackets\n'
+    )
     text = (folder / "experiment.yaml").read_text()
     assert "factory: 'net.py:Right'" in text
     monkeypatch.chdir(folder)

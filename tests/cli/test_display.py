@@ -106,3 +106,17 @@ def test_a_log_never_stands_still(
     assert 3 <= len(said) <= 7
     time.sleep(0.25)
     assert capsys.readouterr().err == ""
+
+
+def test_the_time_of_a_run_is_whole_at_80_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for key, value in {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "80"}.items():
+        monkeypatch.setenv(key, value)
+    with display.Display() as shown:
+        assert shown._bars is not None
+        name, facts = "perfed-ckt (c=2, λ=2), seed 0", "accuracy 86.1 %   142 kB"
+        shown._bars.add_task(name, total=50, completed=50, facts=facts)
+    said = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().err)
+    assert name in said
+    assert f"{facts} -:--:--" in said  # no ellipsis

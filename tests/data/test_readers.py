@@ -17,7 +17,7 @@ from PIL import Image
 
 from perfed.core.errors import DataError
 from perfed.data.cifar import CIFAR10, CIFAR100
-from perfed.data.readers import Images, read_images, unpickled_arrays
+from perfed.data.readers import Images, read_images, read_pictures, unpickled_arrays
 from tests.data import sets
 
 
@@ -108,6 +108,18 @@ def test_labels_may_be_missing_from_an_npz(tmp_path: Path) -> None:
 def ruined(path: Path, content: bytes) -> Path:
     path.write_bytes(content)
     return path
+
+
+def test_all_pictures_that_cannot_be_read_are_counted(tmp_path: Path) -> None:
+    files = [tmp_path / f"{number}.png" for number in range(4)]
+    for file in files:
+        Image.new("RGB", (8, 8)).save(file)
+    files[1].write_bytes(b"no picture")
+    with pytest.raises(DataError, match=r"1\.png: is no .*WEBP; mend it, or take it away$"):
+        read_pictures(files)
+    files[3].write_bytes(files[3].read_bytes()[:20])
+    with pytest.raises(DataError, match=r"1\.png: is no .*; nor can 1 more be read: mend them, or"):
+        read_pictures(files)
 
 
 def test_what_cannot_be_read_is_one_clear_line(tmp_path: Path) -> None:

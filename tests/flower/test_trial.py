@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import tempfile
 from pathlib import Path
@@ -34,7 +35,10 @@ def test_a_trial_shows_a_table_and_its_models_are_those_of_one_process_to_the_bi
         assert process.wait(300) == 0, output.read_text()
         said = output.read_text()
         assert "round 1/1: accuracy" in said
-        assert said.count("\nsite-") == 2  # the table of gains
+        gains = re.findall(r"(?m)^site-\d +([\d.]+) % +([\d.]+) % +([+-][\d.]+)$", said)
+        assert len(gains) == 2
+        for federated, alone, gain in gains:
+            assert float(federated) - float(alone) == pytest.approx(float(gain), abs=0.11)
         assert descendants(process.pid) == []
         assert sorted(path.name for path in place.iterdir()) == ["kept", "output"]
         twin = place / "trial"  # the same name: it is in the plan

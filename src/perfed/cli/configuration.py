@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -57,7 +58,13 @@ def init(
     def asked(given: str | None, question: str, default: str) -> str:
         if given is not None or yes:
             return given or default
-        return str(typer.prompt(question, default=default))
+        try:
+            return str(typer.prompt(question, default=default))
+        except typer.Abort:
+            if sys.stdin.isatty():  # Ctrl-C, or Ctrl-D
+                raise
+            message = f'"{question}" was not answered: --yes takes what stands in brackets'
+            raise ConfigError(message, "init") from None
 
     source = starter.recognise(asked(data, starter.DATA_QUESTION, "digits"))
     if source.get("name") == "csv":

@@ -14,6 +14,7 @@ import rich.table
 import typer
 from rich.console import Console, JustifyMethod
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Column
 from rich.text import Text
 
 from perfed.cli.options import exit_code, tell
@@ -51,7 +52,7 @@ class Display(Callback):
                 BarColumn(bar_width=24),
                 TextColumn("round {task.completed}/{task.total}"),
                 TextColumn("{task.fields[facts]}"),
-                TimeRemainingColumn(elapsed_when_finished=True),
+                TimeRemainingColumn(elapsed_when_finished=True, table_column=Column(no_wrap=True)),
                 console=console,
             )
         self._began: dict[str, tuple[float, int]] = {}

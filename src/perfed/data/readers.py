@@ -354,11 +354,16 @@ def read_pictures(
 ) -> Images:
     pictures: list[np.ndarray] = []
     sizes: set[str] = set()
+    unreadable: list[str] = []
     for number, file in enumerate(files):
         if number % 100 == 0:
             progress("reading", number, len(files))
-        with open_file(file) as stream:
-            picture, size = _inside(str(file), _picture_and_size, stream, look)
+        try:
+            with open_file(file) as stream:
+                picture, size = _inside(str(file), _picture_and_size, stream, look)
+        except DataError as error:
+            unreadable.append(str(error))
+            continue
         if pictures and picture.shape != pictures[0].shape:
             raise DataError(
                 f"{file} is {shape_text(picture.shape[:2])}, the first image was "
@@ -366,6 +371,10 @@ def read_pictures(
             )
         pictures.append(picture)
         sizes.add(size)
+    if unreadable:  # all are counted before it ends: who mends one wants to know of the others
+        more = len(unreadable) - 1
+        others = f"; nor can {more} more be read: mend them" if more else "; mend it"
+        raise DataError(f"{unreadable[0]}{others}, or take {'them' if more else 'it'} away")
     return Images(channels_first(np.stack(pictures)), None, "images", sizes=tuple(sorted(sizes)))
 
 

@@ -43,7 +43,8 @@ tls: {tls}
 README = """\
 This is everything that site {client} needs to take part in '{run}'.
 
-  1. pip install 'perfed[flower]=={version}'
+  1. install perfed {version}; in its source tree:
+     pip install --constraint constraints.txt '.[flower]'
   2. put your data and your network into site.yaml; 'perfed site check {name}/site.yaml' says
      whether all is well. Read 'agrees' there: it says what the coordinator may ask of you.
   3. perfed site start {name}

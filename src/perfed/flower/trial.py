@@ -117,7 +117,8 @@ def _gains(folder: Path) -> str:
     for site in sorted((folder / "sites").glob("site-*/")):
         for report in site.glob(f"state*/*/{REPORT}"):
             last = json.loads(report.read_text("utf-8").splitlines()[-1])
-            alone = last.get("alone_test_accuracy")
-            numbers = [last["test_accuracy"], alone, last.get("gain")]
-            rows.append([site.name, *["" if n is None else f"{100 * n:.1f} %" for n in numbers]])
-    return Table("", ["site", "with the federation", "alone", "gain"], rows).text()
+            accuracies = last["test_accuracy"], last.get("alone_test_accuracy")
+            shown = ["" if n is None else f"{100 * n:.1f} %" for n in accuracies]
+            gain = f"{100 * last['gain']:+.1f}" if "gain" in last else ""
+            rows.append([site.name, *shown, gain])
+    return Table("", ["site", "with the federation", "alone", "gain in points"], rows).text()

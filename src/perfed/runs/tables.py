@@ -147,7 +147,7 @@ class Standing(NamedTuple):
 
     def note(self) -> str:
         if not self.tested:
-            note = f"Bold: the best, {self.best}, by too few pairs for any test."
+            note = f"Bold: the best, {self.best}; there are too few pairs for any test."
         else:
             test = described(self.seeds, self.over_seeds)
             if self.alike:
