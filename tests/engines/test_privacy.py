@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy, softmax
 import perfed
 from perfed.core.algorithm import Algorithm, Parts
 from perfed.core.channel import Channel
+from perfed.core.declaration import Messages
 from perfed.core.errors import ConfigError
 from perfed.core.message import Message
 from perfed.core.streams import gaussian, random_bits, stream_key, substream
@@ -262,6 +263,16 @@ class Peeping(Algorithm):
         return Message(seen=found[0] if self.how == "sums" else found)
 
 
+class Whispering(Algorithm):
+    """Says that it says nothing."""
+
+    def messages(self) -> Messages:
+        return Messages(up={})
+
+    def client_round(self, client: Any, message: Message) -> Message:
+        return Message(counts=client.label_counts())
+
+
 class Eager(Algorithm):
     has_opening = True
 
@@ -278,6 +289,11 @@ def test_an_algorithm_of_ones_own_meets_the_wall(how: str, monkeypatch: pytest.M
     monkeypatch.setattr(Peeping, "needs_features", True)
     with pytest.raises(ConfigError, match="to make its message, which no noise covers"):
         played(private(algorithm=Peeping))
+
+
+def test_who_declares_to_be_silent_must_be() -> None:
+    with pytest.raises(ConfigError, match="declares that its clients send nothing, and sends"):
+        played(private(algorithm=Whispering))
 
 
 def test_an_opening_that_trains_is_refused() -> None:

@@ -92,6 +92,8 @@ class Account:
     """The probability with which a step draws each sample."""
     before: tuple[Spending, ...] = ()
     """In other runs."""
+    telling: Spending | None = None
+    """What it cost to tell the number of samples, where that was done with another noise."""
 
     @lru_cache(maxsize=4096)  # noqa: B019 - of values, not of things that live
     def epsilon(self, steps: int) -> float:
@@ -107,7 +109,7 @@ class Account:
 
     def _spent(self, steps: int) -> np.ndarray:
         own = Spending(steps, self.rate, self.privacy.noise)
-        return composed([*self.before, self.privacy.told(), own])
+        return composed([*self.before, self.telling or self.privacy.told(), own])
 
 
 def told_number(samples: int, privacy: Privacy, draw: float) -> int:
