@@ -361,7 +361,7 @@ class Site:
         before = self._checkpoint(task)
         if before.round >= task.header.round:
             return
-        population = self._population(plan, plan.algorithm, before.record)
+        population = self._population(plan, plan.algorithm, before.record, speaks=False)
         after = self._train(task, plan, population, before)
         after.answer = Message()
         self._save(task, plan, population, after)
@@ -558,9 +558,11 @@ class Site:
         self.options.agrees.check_size(task.message, "in")
 
     def _population(
-        self, plan: Plan, algorithm: Algorithm, record: ClientRecord | None
+        self, plan: Plan, algorithm: Algorithm, record: ClientRecord | None, speaks: bool = True
     ) -> Population:
-        """This one client, as in a simulation of them all; the others have no data here."""
+        """This one client, as in a simulation of them all; the others have no data here. Who does
+        not speak spends nothing on being private."""
+        privacy = self.options.privacy if speaks else None
         none = np.zeros(0, dtype=np.int64)
         splits = [ClientSplit(none, none, none, none)] * plan.clients
         splits[self.options.client] = self.split
@@ -585,8 +587,8 @@ class Site:
             self.device,
             link=Link(plan.wire if algorithm is plan.algorithm else (), plan.seed),
             trusts_server=False,
-            privacy=self.options.privacy,
-            purse=None if self.options.privacy is None else self._purse(),
+            privacy=privacy,
+            purse=None if privacy is None else self._purse(),
         )
         engine = SequentialEngine()
         engine.before_step = self.options.agrees.timer()
