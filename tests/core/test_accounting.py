@@ -63,6 +63,19 @@ def test_whole_orders_are_a_binomial_sum() -> None:
         assert step_rdp(rate, noise)[place] == pytest.approx(expected, rel=1e-9)
 
 
+def test_very_little_noise_is_bounded_by_the_plain_mechanism() -> None:
+    """Sums would be over 10^10 places; ε is useless there, and still no lie."""
+    assert step_rdp(0.3, 1e-3) == pytest.approx(ORDERS / 2e-6)
+
+
+def test_a_number_that_was_told_with_less_noise_stays_told_so() -> None:
+    """Whatever the settings say later."""
+    now = Privacy(noise=2.0, count_noise=10.0)
+    then = Account(now, 0.2, telling=Spending(1, 1.0, 0.5))
+    assert then.epsilon(5) == Account(Privacy(noise=2.0, count_noise=0.5), 0.2).epsilon(5)
+    assert then.epsilon(5) > Account(now, 0.2).epsilon(5) + 5
+
+
 def test_a_budget_is_reached_and_never_passed() -> None:
     told, step = composed([Spending(1, 1.0, 10.0)]), np.array(step_rdp(0.2, 1.5))
     for budget in (1.0, 3.0, 20.0):

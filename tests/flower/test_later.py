@@ -15,6 +15,7 @@ from perfed.core.errors import PerfedError
 from perfed.flower.coordinator import SERVER
 from perfed.flower.later import Handout, handout, learn
 from perfed.flower.ledger import Ledger
+from perfed.flower.purse import Purse
 from perfed.flower.site import Site
 from tests.flower.setting import MODELS, desk, write_federation
 from tests.flower.test_coordinator import run
@@ -58,6 +59,17 @@ def test_what_the_server_knows_is_what_it_would_broadcast(tmp_path: Path) -> Non
     contents = Ledger(folder / "state-3").read()
     assert "handout" in contents.table(None).text()
     assert "left" not in contents.table(None).text().replace("nothing leaves", "")
+
+
+def test_what_stays_here_costs_no_privacy(tmp_path: Path) -> None:
+    folder = federation(tmp_path / "f")
+    given = handout(folder / "coordinator.yaml", "", 10)
+    values = yaml.safe_load((folder / "later.yaml").read_text())
+    values["privacy"] = {"noise": 1.0, "count_noise": 3.0}
+    (folder / "later.yaml").write_text(yaml.safe_dump(values))
+    lines = newcomer(folder, given, 2)
+    assert "test_accuracy" in lines[-1]
+    assert Purse(folder / "state-3").spent == []
 
 
 def test_without_weight_the_lesson_is_local_training(tmp_path: Path) -> None:

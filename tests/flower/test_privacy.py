@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from perfed.core.accounting import Spending
 from perfed.core.errors import ConfigError, PerfedError
 from perfed.core.message import Message
+from perfed.core.tree import flatten
 from perfed.flower.coordinator import coordinate
 from perfed.flower.ledger import Ledger
 from perfed.flower.protocol import Envelope
 from perfed.flower.purse import Purse
 from perfed.flower.settings import read_coordinator
+from perfed.flower.site import Checkpoint
 from tests.flower.setting import Desk, desk, write_federation
 
 PRIVATE = {"noise": 1.0, "clip": 0.5, "epsilon": 8.0, "count_noise": 3.0}
@@ -79,7 +83,7 @@ def test_noise_is_new_in_every_run_whatever_the_seed(tmp_path: Path) -> None:
     for folder in folders:
         for client in range(3):
             (folder / f"state-{client}").mkdir()
-            copied = {"told": 20, "spent": []}
+            copied = {"told": 20, "count_noise": 3.0, "spent": []}
             (folder / f"state-{client}" / "privacy.json").write_text(json.dumps(copied))
         listening = Listening(folder)
         coordinate(folder / "coordinator.yaml", listening, [].append)
@@ -93,7 +97,7 @@ def test_a_budget_outlives_a_run_and_a_round_that_was_lost(tmp_path: Path) -> No
     folder = private_sites(tmp_path / "one", PRIVATE | {"epsilon": 6.0})
     state = folder / "state-0"
     state.mkdir()
-    (state / "privacy.json").write_text('{"told": 20, "spent": []}')
+    (state / "privacy.json").write_text('{"told": 20, "count_noise": 3.0, "spent": []}')
     coordinate(folder / "coordinator.yaml", desk(folder), [].append)
     spent = purse_of(folder).spent
     assert spent == [Spending(2, 0.4, 1.0)]  # the budget lasts for one round of three
@@ -108,6 +112,45 @@ def test_a_budget_outlives_a_run_and_a_round_that_was_lost(tmp_path: Path) -> No
     (state / "privacy.json").write_text("{")
     with pytest.raises(PerfedError, match="nobody knows what this site has spent"):
         purse_of(folder)
+
+
+class _Breaking(Listening):
+    """A server that sends weights on which networks give no numbers, in one round and afterwards
+    when it asks for an evaluation. It stops when it has what it wants to know."""
+
+    kind = "round"
+
+    def send(self, node: int, task: Envelope, seconds: float) -> str:
+        if task.header.kind == self.kind and task.header.round == 1:
+            huge = {n: t * 1e30 if t.ndim else t for n, t in task.message.arrays.items()}
+            task = dataclasses.replace(task, message=Message.from_arrays(huge))
+        return super().send(node, task, seconds)
+
+    def receive(self, names: Any) -> Any:
+        arrived = super().receive(names)
+        if any((a.header.kind, a.header.round) == (self.kind, 1) for a in self.heard):
+            raise KeyboardInterrupt
+        return arrived
+
+
+@pytest.mark.parametrize(("algorithm", "kind"), [("fedrep", "round"), ("fedavg", "evaluate")])
+def test_what_breaks_at_home_is_not_told(algorithm: str, kind: str, tmp_path: Path) -> None:
+    """A refusal would be an answer: a server can send weights that only one sample breaks on."""
+    folder = private_sites(tmp_path / "one", algorithm={"name": algorithm})
+    listening = _Breaking(folder)
+    listening.kind = kind
+    with pytest.raises(KeyboardInterrupt):
+        coordinate(folder / "coordinator.yaml", listening, [].append)
+    assert any("is not finite" in line for line in listening.said)  # at the site it is
+    answers = [a for a in listening.heard if (a.header.kind, a.header.round) == (kind, 1)]
+    assert [a.refusal for a in answers] == [""] * 3
+    assert all(t.isfinite().all() for a in answers for t in a.message.arrays.values())
+    for client in range(3):
+        (path,) = (folder / f"state-{client}").glob("*/checkpoint.safetensors")
+        kept = Checkpoint.load(path, torch.device("cpu"))
+        assert kept.round == 1
+        assert kept.record is not None
+        assert all(t.isfinite().all() for t in flatten(kept.record.tree()).values())
 
 
 def test_a_coordinator_has_no_say_in_it(tmp_path: Path) -> None:

@@ -97,10 +97,13 @@ def _clipped_sum(
             }
             for network, own in each.items()
         }
-    return {
-        network: {name: torch.tensordot(factors, g, 1) for name, g in own.items()}
-        for network, own in each.items()
-    }
+    # Networks may compute in bf16. In a sum that is rounded so far, a sample may move it by more
+    # than the bound.
+    with torch.autocast(factors.device.type, enabled=False):
+        return {
+            network: {name: torch.tensordot(factors, g, 1) for name, g in own.items()}
+            for network, own in each.items()
+        }
 
 
 def _add_noise(sums: Nested, noise: Noise) -> None:

@@ -40,13 +40,15 @@ What is not protected
   - The model at home, and its accuracy. It is not noised: whoever gets it can learn from it. At a
     site it is personal.safetensors; a simulation's run directory has those of all clients.
   - What all samples of a client say together, such as which classes it has. It shows less clearly.
-  - A person with many samples. For k samples ε is up to k times as large.
-  - How samples are divided into train, validation and test: the division is taken as given.
+  - A person with many samples. For k samples ε is up to k times as large, and δ by far more.
+  - How samples are divided into train, validation and test: the division is taken as given. So are
+    a simulation's scales and values of a table's columns, which come from all clients' samples.
   - Whether and when a client answers, its network, and the public set.
+  - What a site sent without privacy, or with another folder 'state': that is not in its ε.
   - A simulation: there the noise follows from the seed, so that runs can be repeated. A site draws
     a secret seed for every round and keeps it nowhere.
-  - Against an enemy who breaks the random numbers themselves: they are SplitMix64's, in floating
-    point, and not made for cryptography.
+  - Against an enemy who breaks the random numbers or reads the last bits of what is rounded: the
+    noise is SplitMix64's, with keys of 63 bits, in floating point, not made for cryptography.
 
 Which methods
   Those that send outputs on public samples, weights or parts of networks. A method that sends
@@ -92,6 +94,8 @@ class Account:
     """The probability with which a step draws each sample."""
     before: tuple[Spending, ...] = ()
     """In other runs."""
+    telling: Spending | None = None
+    """What it cost to tell the number of samples, where that was done with another noise."""
 
     @lru_cache(maxsize=4096)  # noqa: B019 - of values, not of things that live
     def epsilon(self, steps: int) -> float:
@@ -107,7 +111,7 @@ class Account:
 
     def _spent(self, steps: int) -> np.ndarray:
         own = Spending(steps, self.rate, self.privacy.noise)
-        return composed([*self.before, self.privacy.told(), own])
+        return composed([*self.before, self.telling or self.privacy.told(), own])
 
 
 def told_number(samples: int, privacy: Privacy, draw: float) -> int:

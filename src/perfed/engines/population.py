@@ -53,6 +53,8 @@ class Purse(Protocol):
 
     secret: int
     told: int
+    telling: Spending
+    """What it cost to tell that number."""
     spent: list[Spending]
 
     def spend(self, spending: Spending) -> None:
@@ -99,7 +101,9 @@ class Population:
         self._honest = honest_ones(federation.partition_facts, federation.clients)
         self.participation = participation or Participation()
         self._messages = algorithm.messages()
-        self.privacy = None if self._messages.up == {} else privacy  # who is silent needs none
+        silent = self._messages.up == {}
+        self.privacy = None if silent else privacy  # who is silent needs none
+        self._stays_silent = silent and privacy is not None
         self.purse = purse
         self.secret = stream_key(seed, "secret") if purse is None else purse.secret
         self.engine: Engine
@@ -191,8 +195,9 @@ class Population:
         """What a client may spend on messages that hide its samples."""
         assert self.privacy is not None
         rate = sampling_rate(self.training.batch_size, self.told_size(client))
-        before = () if self.purse is None else tuple(self.purse.spent)
-        return Account(self.privacy, rate, before)
+        if self.purse is None:
+            return Account(self.privacy, rate)
+        return Account(self.privacy, rate, tuple(self.purse.spent), self.purse.telling)
 
     def epsilon(self, client: int, steps: int) -> float:
         """What a client has spent after so many noised steps."""
@@ -392,6 +397,12 @@ class Population:
     ) -> Message | None:
         if not isinstance(written, Message):
             raise wrong_return(self.algorithm, method, written)
+        if self._stays_silent and written.arrays:
+            raise ConfigError(
+                f"'{self.algorithm.registered_name}' declares that its clients send nothing, and "
+                f"sends '{next(iter(written.arrays))}', which no noise covers",
+                "algorithm",
+            )
         message: Message | None = written
         if self.attack is not None and not self._honest[client.id]:
             who = Attacker(self.seed, client.id, client.round, self.known(client.id, received))

@@ -106,6 +106,13 @@ def spent_steps(kept: Tree) -> int:
     return int(kept.get(STEPS, 0))
 
 
+def as_it_was_at_home(before: ClientRecord, after: ClientRecord) -> ClientRecord:
+    """``after`` of a round in which the model at home broke: what speaks has gone on, and what is
+    at home is as it was ``before``."""
+    spoken = {name: after.kept[name] for name in (SPEAKER, STEPS, "link") if name in after.kept}
+    return ClientRecord(before.weights, before.state, before.kept | spoken)
+
+
 def _kept(home: EngineClient) -> ClientRecord:
     if SPEAKER in home.kept:
         return ClientRecord.from_tree(home.kept[SPEAKER])

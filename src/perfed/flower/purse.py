@@ -1,9 +1,10 @@
 """What a site has spent of its samples' privacy, over all runs and coordinators.
 
-``state/privacy.json`` has the number of samples that was told, once, and every noised training. A
-training is written there before it begins: killed at any moment, a site has counted too much, never
-too little. The seed of the noise is drawn anew for every task and kept nowhere: a folder that is
-restored from a backup does not bring the same noise again.
+``state/privacy.json`` has the number of samples that was told, once, the noise that was on it, and
+every noised training. A training is written there before it begins: killed at any moment, a site
+has counted too much, never too little. The seed of the noise is drawn anew for every task and kept
+nowhere: a folder that is restored from a backup does not bring the same noise again. But it has
+forgotten what was spent since.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class Purse:
             try:
                 self._content = json.loads(self._path.read_text("utf-8"))
                 self.told = int(self._content["told"])
+                self.telling = Spending(1, 1.0, float(self._content["count_noise"]))
                 self.spent = [Spending(*one) for one in self._content["spent"]]
             except (ValueError, TypeError, KeyError):
                 raise RunError(
@@ -45,7 +47,9 @@ class Purse:
         purse = cls(state)
         if not purse._content:
             draw = numpy_stream(purse.secret, "told samples").standard_normal()
-            purse._content = {"told": told_number(samples, privacy, draw), "spent": []}
+            told = told_number(samples, privacy, draw)
+            # Kept: site.yaml may say another later, when the number is out.
+            purse._content = {"told": told, "count_noise": privacy.count_noise, "spent": []}
             purse._write()
             purse = cls(state)
         return purse

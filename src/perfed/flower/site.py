@@ -46,6 +46,7 @@ from perfed.data.needs import needs_of
 from perfed.engines import ClientRecord, Execution, Outcome, Population, SequentialEngine
 from perfed.engines.base import Method
 from perfed.engines.execution import fitting_threads
+from perfed.engines.speaker import as_it_was_at_home
 from perfed.flower.approval import Approvals
 from perfed.flower.ledger import ASKED, LEFT, REFUSED, TOLD, Ledger, described
 from perfed.flower.numbers import Numbers
@@ -360,7 +361,7 @@ class Site:
         before = self._checkpoint(task)
         if before.round >= task.header.round:
             return
-        population = self._population(plan, plan.algorithm, before.record)
+        population = self._population(plan, plan.algorithm, before.record, speaks=False)
         after = self._train(task, plan, population, before)
         after.answer = Message()
         self._save(task, plan, population, after)
@@ -369,7 +370,7 @@ class Site:
         """With what the server sends for it; the report and the model are written."""
         before = self._checkpoint(task)
         population = self._population(plan, plan.algorithm, before.record)
-        numbers, model = self._evaluate(population, task.header.round, task.message)
+        numbers, model = self._tried(population, task.header.round, task.message)
         self._report(task, plan, before, numbers, model)
         return numbers
 
@@ -389,10 +390,15 @@ class Site:
             raise Refused(
                 f"'{plan.algorithm.registered_name}' has nothing to say before its first round"
             )
-        for broken in (outcome.broken_model, outcome.broken_reply):
-            if broken is not None:
-                raise diverged(header.round, broken, "this client")
         record = before.record if first else population.pending.get(client, before.record)
+        broken = outcome.broken_model
+        if broken is not None and record is not None and self.options.privacy is not None:
+            # A refusal would tell of samples: a server can send what only one of them breaks on.
+            self.say(f"{diverged(header.round, broken, 'this client')}; it stays as it was")
+            record, broken = as_it_was_at_home(population.record(client), record), None
+        broken = broken or outcome.broken_reply
+        if broken is not None:
+            raise diverged(header.round, broken, "this client")
         return Checkpoint(header.round, record, alone, outcome.reply)
 
     def _train_alone(self, plan: Plan, record: ClientRecord | None, round: int) -> ClientRecord:
@@ -408,12 +414,23 @@ class Site:
         if evaluates:
             if after.record is not None:
                 population.commit({self.options.client: after.record})
-            after.facts["numbers"], model = self._evaluate(population, after.round, Message())
+            after.facts["numbers"], model = self._tried(population, after.round, Message())
         after.save(self._run_folder(task) / CHECKPOINT)
         if evaluates:
             self._report(task, plan, after, after.facts["numbers"], model)
 
     # Evaluation.
+
+    def _tried(self, population: Population, round: int, message: Message) -> tuple[Numbers, Model]:
+        """Nothing, of a model that breaks where messages are private: a refusal would tell of the
+        samples that it is tried on."""
+        try:
+            return self._evaluate(population, round, message)
+        except Diverged as error:
+            if self.options.privacy is None:
+                raise
+            self.say(str(error))
+            return {}, NO_MODEL
 
     def _evaluate(
         self, population: Population, round: int, message: Message
@@ -442,6 +459,8 @@ class Site:
         model: Model,
     ) -> None:
         """For the people at this site: what they have, and what they would have alone."""
+        if not numbers:
+            return
         folder = self._run_folder(task)
         model.write(folder / PERSONAL)
         line: dict[str, Any] = {"round": task.header.round, **headline(numbers)}
@@ -465,8 +484,8 @@ class Site:
         """What this site has spent, in all runs."""
         privacy = self.options.privacy
         assert privacy is not None
-        spent = composed([privacy.told(), *self._purse().spent])
-        return epsilon(spent, privacy.delta)
+        purse = self._purse()
+        return epsilon(composed([purse.telling, *purse.spent]), privacy.delta)
 
     def _alone(self, task: Envelope, plan: Plan, record: ClientRecord) -> dict[str, float]:
         """The numbers of the copy; none where it has diverged, which is nobody else's matter."""
@@ -539,9 +558,11 @@ class Site:
         self.options.agrees.check_size(task.message, "in")
 
     def _population(
-        self, plan: Plan, algorithm: Algorithm, record: ClientRecord | None
+        self, plan: Plan, algorithm: Algorithm, record: ClientRecord | None, speaks: bool = True
     ) -> Population:
-        """This one client, as in a simulation of them all; the others have no data here."""
+        """This one client, as in a simulation of them all; the others have no data here. Who does
+        not speak spends nothing on being private."""
+        privacy = self.options.privacy if speaks else None
         none = np.zeros(0, dtype=np.int64)
         splits = [ClientSplit(none, none, none, none)] * plan.clients
         splits[self.options.client] = self.split
@@ -566,8 +587,8 @@ class Site:
             self.device,
             link=Link(plan.wire if algorithm is plan.algorithm else (), plan.seed),
             trusts_server=False,
-            privacy=self.options.privacy,
-            purse=None if self.options.privacy is None else self._purse(),
+            privacy=privacy,
+            purse=None if privacy is None else self._purse(),
         )
         engine = SequentialEngine()
         engine.before_step = self.options.agrees.timer()

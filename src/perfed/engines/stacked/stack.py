@@ -721,7 +721,7 @@ def draw(stack: Sequence[Sgd], starts: Mapping[int, tuple[int, int]]) -> Draws:
     for number in range(first.batches):
         if first.privacy is not None:
             width = places(stack)
-            drawn = torch.stack([_widened(r.chosen.which, width) for r in stack])
+            drawn = torch.stack([_filled_up(r.chosen.which, r.room, width) for r in stack])
         elif training.epochs:
             drawn = pad_sequence(
                 [private_draws(request, request.private_keys()[number]) for request in stack],
@@ -742,7 +742,8 @@ def draw(stack: Sequence[Sgd], starts: Mapping[int, tuple[int, int]]) -> Draws:
     keys = [step_keys(stack)] if first.draws_numbers else []
     filled, noise = [], []
     if first.privacy is not None:
-        filled = [torch.stack([_widened(r.chosen.filled, places(stack)) for r in stack])]
+        width = places(stack)
+        filled = [torch.stack([_filled_up(r.chosen.filled, r.room, width) for r in stack])]
         noise = [noise_keys(stack)]
     drawn_all = Drawn(private, codes, public, keys, filled, noise)
     return Draws(drawn_all, lanes.public_starts, counts)
@@ -756,9 +757,9 @@ def places(stack: Sequence[Sgd]) -> int:
     return -(-most // PLACES) * PLACES
 
 
-def _widened(table: Tensor, width: int) -> Tensor:
-    """With places that do not count: False, or the first sample."""
-    return pad(table, (0, width - table.shape[1]))
+def _filled_up(table: Tensor, steps: int, width: int) -> Tensor:
+    """With steps that are not made, and places that do not count: False, or the first sample."""
+    return pad(table, (0, width - table.shape[1], 0, steps - table.shape[0]))
 
 
 class _Lanes:
