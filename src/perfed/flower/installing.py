@@ -42,7 +42,9 @@ UNITS = {
 DOCKERFILE = """\
 # perfed and Flower, for a coordinator or a site: the folder of either is mounted at /federation.
 FROM python:3.11-slim
-RUN pip install --no-cache-dir 'perfed[flower,metrics]=={version}' \\
+# perfed is not on PyPI: put its wheel ('python -m build' in its source tree) beside this file.
+COPY perfed-{version}-py3-none-any.whl /tmp/
+RUN pip install --no-cache-dir '/tmp/perfed-{version}-py3-none-any.whl[flower,metrics]' \\
  && useradd --create-home --uid 10001 perfed
 USER perfed
 WORKDIR /federation
