@@ -88,7 +88,7 @@ def test_a_budget_is_reached_and_never_passed() -> None:
         assert not account.allows(1, steps)
         elsewhere = Account(account.privacy, 0.2, (Spending(steps, 0.2, 1.5),))
         assert not elsewhere.allows(0, 1)  # another run has taken it all
-    assert not Account(Privacy(epsilon=0.01), 0.2).allows(0, 1)
+    assert not Account(Privacy(noise=0.2, epsilon=0.4), 0.2).allows(0, 1)
     sigma = noise_for(3.0, 1e-5, 0.2, 100)
     spent = composed([Spending(100, 0.2, sigma), Spending(1, 1.0, 10.0)])
     assert 2.97 < epsilon(spent, 1e-5) <= 3.0

@@ -182,7 +182,8 @@ def with_other_samples(simulation: Simulation, parts: Sequence[str]) -> None:
 def test_what_stays_at_home_is_in_no_message(name: str) -> None:
     """Only noised training looks at samples. Where none is affordable, clients with quite other
     samples, and so with other models and states at home, send the same to the last bit."""
-    spent = {"privacy": PRIVACY | {"epsilon": 1e-3}, "algorithm": spec(name), "models": [MLP_50]}
+    privacy = PRIVACY | {"noise": 1e-4, "epsilon": 2.0}
+    spent = {"privacy": privacy, "algorithm": spec(name), "models": [MLP_50]}
     plain, other = private(**spent), private(**spent)
     with_other_samples(other, ("train", "validation", "test"))
     for ours, theirs in zip(played(plain), played(other), strict=True):
@@ -351,6 +352,11 @@ def test_batchnorm_epochs_and_augmentation_are_refused() -> None:
     for key, value in (("epochs", 2), ("augment", ["flip"])):
         with pytest.raises(ConfigError, match=f"training.{key}: privacy draws each sample anew"):
             private(training=TRAINING | {key: value})
+
+
+def test_a_budget_that_telling_a_number_would_pass_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"privacy.epsilon: 0\.5: to tell the number of samples"):
+        private(privacy=PRIVACY | {"epsilon": 0.5})
 
 
 def test_the_server_knows_noised_numbers_only() -> None:

@@ -15,6 +15,7 @@ from functools import lru_cache
 import numpy as np
 
 from perfed.core.accounting import Spending, affordable, composed, epsilon, step_rdp
+from perfed.core.errors import ConfigError
 from perfed.core.schema import Options, option
 
 IN_WORDS = """\
@@ -79,6 +80,15 @@ class Privacy(Options):
         "client tells, once",
         gt=0,
     )
+
+    def validate(self) -> None:
+        told = epsilon(composed([self.told()]), self.delta)
+        if self.epsilon is not None and told > self.epsilon:
+            raise ConfigError(
+                f"{self.epsilon:g}: to tell the number of samples takes {told:.3g} of it already; "
+                "allow more, or set a larger count_noise",
+                "epsilon",
+            )
 
     def told(self) -> Spending:
         """What it costs to tell a number that one sample changes by one."""
