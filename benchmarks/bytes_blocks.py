@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from committed import RESULTS, machine, result
+from drawn import COLOUR_OF
 from matplotlib.figure import Figure
 
 from perfed.core import layout
@@ -124,7 +125,12 @@ def figure(name: str) -> Figure:
             for codec, pairs in found.items()
             if pairs
         }
-        (line,) = axis.plot(*zip(*points.values(), strict=True), MARKS[method], label=method)
+        axis.plot(
+            *zip(*points.values(), strict=True),
+            MARKS[method],
+            color=COLOUR_OF[method],
+            label=method,
+        )
         for codec in ("float32", "tiny", "hard labels"):
             if codec in points:
                 axis.annotate(
@@ -132,14 +138,16 @@ def figure(name: str) -> Figure:
                     points[codec],
                     xytext=(5, 5),
                     textcoords="offset points",
-                    color=line.get_color(),
+                    color=COLOUR_OF[method],
                     fontsize=8,
                 )
     axis.set_xscale("log")
     axis.set_xlabel("bytes of a run, up and down")
     axis.set_ylabel("test accuracy, %")
-    axis.grid(alpha=0.3)
-    axis.legend(loc="lower right")
+    axis.grid(alpha=0.25)
+    axis.margins(x=0.08)  # the last name is inside
+    axis.spines[["top", "right"]].set_visible(False)
+    drawn.legend(loc="outside lower center", ncols=3, frameon=False)
     return drawn
 
 

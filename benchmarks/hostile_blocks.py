@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from committed import RESULTS, machine, result
+from drawn import COLOUR_OF
 
 from perfed.core import layout
 from perfed.core.layout import Table
-from perfed.report.theme import COLOURS, RC
+from perfed.report.theme import RC
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -217,7 +218,7 @@ def figure() -> Figure:
         axes = drawing.subplots(len(settings), 2, sharex=True, sharey="row", squeeze=False)
         for row, setting in zip(axes, settings, strict=True):
             for axis, stages in zip(row, ("none", PRESET), strict=True):
-                for number, (method, title) in enumerate(NAMES.items()):
+                for method, title in NAMES.items():
                     values = [
                         _mean(
                             one
@@ -226,10 +227,8 @@ def figure() -> Figure:
                         ).change
                         for share in shares
                     ]
-                    colour = COLOURS[(6, 4, 5, 2, 7)[number]]
-                    axis.plot(
-                        [100 * share for share in shares], values, "o-", color=colour, label=title
-                    )
+                    percent = [100 * share for share in shares]
+                    axis.plot(percent, values, "o-", color=COLOUR_OF[method], label=title)
                 axis.axhline(0, color="#6a6a6a", linewidth=0.8)
                 axis.set_title(f"{setting}, {'no stages' if stages == 'none' else 'robust'}")
             row[0].set_ylabel("points, honest clients")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 
 from committed import machine, result
+from drawn import COLOUR_OF
 from matplotlib.figure import Figure
 from privacy import BUDGETS, METHODS, accuracies
 
@@ -22,10 +23,10 @@ def epsilon_figure() -> Figure:
     axes = figure.subplots()
     alone = statistics.mean(accuracies(record, "local", None))
     axes.axhline(alone, color="0.4", lw=1.2, ls="--", label="local: sends nothing, ε = 0")
-    for number, method in enumerate(METHODS):
+    for method in METHODS:
         values = [accuracies(record, method, budget) for budget in BUDGETS]
         means, widths = [*map(statistics.mean, values)], [*map(statistics.stdev, values)]
-        colour = f"C{number}"
+        colour = COLOUR_OF[method]
         axes.plot(BUDGETS, means, marker="o", color=colour, label=method)
         both = [*zip(means, widths, strict=True)]
         low, high = [m - s for m, s in both], [m + s for m, s in both]
