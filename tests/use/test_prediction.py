@@ -14,6 +14,7 @@ from PIL import Image
 
 import perfed
 from perfed import cli
+from perfed.cli import use
 from perfed.core import tensorfile
 from perfed.core.errors import DataError, PerfedError, RunError
 from perfed.data.needs import Needs, pixel_range
@@ -108,6 +109,26 @@ def test_pictures_and_arrays(tmp_path: Path) -> None:
     (tmp_path / "deep" / "5.png").write_text("no picture")
     with pytest.raises(DataError, match=r"5\.png: is no picture that can be read"):
         list(needs.read(tmp_path / "deep"))
+
+
+def test_classes_that_a_client_never_saw_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its model calls them something else, and is often sure of it."""
+    skewed = {"name": "dirichlet", "alpha": 0.01}
+    made = run(tmp_path / "run", models="mlp", algorithm="fedavg-ft", partition=skewed)
+    federation = made.experiment.federation()
+    client = 1
+    seen = federation.samples.y[federation.splits[client].train]
+    unseen = sorted({*range(10)} - {*seen.tolist()})
+    assert unseen
+    np.save(tmp_path / "x.npy", federation.samples.x[:2])
+    model = open_model(tmp_path / "run", client)
+    assert model.card["no training sample of"] == ", ".join(map(str, unseen))
+    use.predict(tmp_path / "run", tmp_path / "x.npy", client)
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"no training sample of: {', '.join(map(str, unseen))}." in said
+    assert "no training sample of" not in open_model(tmp_path / "run", client, "global").card
 
 
 def test_the_range_of_pixels_is_told_from_the_data() -> None:

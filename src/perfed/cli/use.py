@@ -9,7 +9,7 @@ import typer
 
 from perfed.cli.options import JsonOption, named_path, print_json
 from perfed.use import exporting, prediction, serving
-from perfed.use.opening import open_model
+from perfed.use.opening import UNSEEN, open_model
 
 ModelArgument = Annotated[
     Path,
@@ -69,7 +69,7 @@ def predict(
     if as_json:
         print_json([vars(one) for one in found], indent=1)
         return
-    print(prediction.table(found, sure).text())
+    print(prediction.table(found, sure, ready.card.get(UNSEEN, "")).text())
     if out is not None:
         print(f"written: {out}")
 

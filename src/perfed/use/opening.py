@@ -33,6 +33,7 @@ AT_ONCE = 256  # samples that a model sees together
 ABOUT = "perfed"  # under which an exported file says what it is
 ONNX, TORCHSCRIPT = ".onnx", ".pt"
 SITE_FILES = (".yaml", ".yml")
+UNSEEN = "no training sample of"  # in a model's card
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,18 @@ def _of_run(path: Path, client: int | None, kind: str | None) -> Ready:
         "rounds": str(result.experiment.rounds),
         "test accuracy": f"{100 * accuracy:.1f} %, on this client's own test samples",
     }
-    return of_module(module, result.needs(), card)
+    needs = result.needs()
+    if kind == "personal" and (unseen := _unseen(result, client)):
+        card[UNSEEN] = ", ".join(needs.name(label) for label in unseen)
+    return of_module(module, needs, card)
+
+
+def _unseen(result: Result, client: int) -> list[int]:
+    """The classes of which a client had no training sample, where the run says so."""
+    everyone = result.directory.read_json("partition.json").get("clients", ())
+    facts = everyone[client] if client < len(everyone) else None  # or a site that told nothing
+    counts = (facts or {}).get("labels", {}).get("train", ())
+    return [label for label, count in enumerate(counts) if not count]
 
 
 def _newest(state: Path) -> Path:

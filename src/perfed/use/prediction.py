@@ -37,13 +37,16 @@ def predict(model: Ready, path: Path, sure: float = SURE) -> Iterator[Prediction
             yield Prediction(sample, model.needs.name(label), highest, highest < sure)
 
 
-def table(predictions: Sequence[Prediction], sure: float) -> Table:
+def table(predictions: Sequence[Prediction], sure: float, unseen: str = "") -> Table:
+    """``unseen``: names of classes that the model's client had no training sample of."""
     rows = [
         [one_line(p.sample), one_line(p.name), f"{p.probability:.3f}", UNSURE if p.unsure else ""]
         for p in predictions
     ]
     unsure = sum(p.unsure for p in predictions)
     note = f"{unsure} of {len(rows)} unsure: the probability is below {sure:g} (--sure)."
+    if unseen:
+        note += f" This client had no training sample of: {one_line(unseen)}."
     return Table("", ["sample", "class", "probability", ""], rows, note, names=2)
 
 
