@@ -12,7 +12,7 @@ from perfed.engines.base import EngineClient
 def working_client(population: Population, number: int, round: int) -> EngineClient:
     """One whose requests are answered at once."""
     client = population.client(number, round)
-    client.ask = SequentialEngine().answer
+    client.ask = SequentialEngine().answers
     return client
 
 

@@ -298,7 +298,7 @@ class Peeping(Algorithm):
     def client_round(self, client: Any, message: Message) -> Message:
         looks = {
             "label_counts": client.label_counts,
-            "loss": lambda: client.loss(client.weights, "train"),
+            "losses": lambda: client.losses([client.weights], "train"),
             "features": lambda: client.features(on="train"),
             "logits": lambda: client.logits(on="train"),
             "sums": lambda: client.class_sums(torch.zeros(int(client.samples), 2)),
@@ -327,7 +327,7 @@ class Eager(Algorithm):
         return Message()
 
 
-@pytest.mark.parametrize("how", ["label_counts", "loss", "features", "logits", "sums"])
+@pytest.mark.parametrize("how", ["label_counts", "losses", "features", "logits", "sums"])
 def test_an_algorithm_of_ones_own_meets_the_wall(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Peeping, "how", how)
     monkeypatch.setattr(Peeping, "needs_features", True)

@@ -159,9 +159,7 @@ def test_epochs_show_a_client_all_its_samples() -> None:
     size = simulation.population.train_size(0)
     assert client.steps == math.ceil(2 * size / 4)
     requests: list[Any] = []
-    client.ask = lambda request: (
-        requests.append(request) or SEQUENTIAL.build_engine().answer(request)
-    )  # type: ignore
+    client.ask = lambda asked: requests.extend(asked) or SEQUENTIAL.build_engine().answers(asked)  # type: ignore
     client.sgd(client.weights, supervised)
     (request,) = requests
     seen = private_draws(request, request.private_keys()[0]).flatten()

@@ -55,7 +55,7 @@ def test_an_algorithm_sees_one_half_and_is_evaluated_on_the_other() -> None:
 
         seen = simulation.federation.seen(number, "validation")
         loss = cross_entropy(logits(seen), torch.tensor(samples.y[seen]))
-        assert float(client.loss(client.weights, "validation")) == pytest.approx(float(loss))
+        assert float(client.losses([client.weights], "validation")) == pytest.approx(float(loss))
         other = simulation.federation.evaluated(number, "validation")
         right = logits(other).argmax(1).numpy() == samples.y[other]
         told = {
@@ -105,7 +105,7 @@ def test_a_client_with_one_validation_sample_is_named() -> None:
 
 class Peeks(Algorithm):
     def client_round(self, client: Client, message: Message) -> Message:
-        return Message(loss=client.loss(client.weights, "validation"))
+        return Message(loss=client.losses([client.weights], "validation")[0])
 
 
 def test_who_does_not_declare_that_it_looks_at_validation_samples_is_told() -> None:

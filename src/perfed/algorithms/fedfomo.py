@@ -101,14 +101,11 @@ class FedFomo(Algorithm):
 
     def weigh(self, client: Client, before: Weights, candidates: list[Weights]) -> Tensor:
         """The share of ``before``, and of each candidate, the first being the client's own."""
-        reference = client.loss(before, "validation")
-        gains = [torch.zeros_like(reference)]
-        for candidate in candidates:
-            gain = reference - client.loss(candidate, "validation")
-            distance = distance_between(candidate, before)
-            # A candidate equal to the reference gains nothing, whatever the distance.
-            gains.append(gain / distance.clamp(min=torch.finfo(distance.dtype).tiny))
-        positive = torch.stack(gains).clamp(min=0)
+        losses = client.losses([before, *candidates], "validation")
+        distances = torch.stack([distance_between(model, before) for model in candidates])
+        # A candidate equal to the reference gains nothing, whatever the distance.
+        gains = (losses[0] - losses[1:]) / distances.clamp(min=torch.finfo(distances.dtype).tiny)
+        positive = torch.cat([torch.zeros_like(losses[:1]), gains.clamp(min=0)])
         total = positive.sum()
         own = torch.zeros_like(positive)
         own[0 if self.fallback == "before" else 1] = 1

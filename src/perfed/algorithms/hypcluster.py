@@ -84,5 +84,5 @@ def choose(client: Client, message: Message) -> tuple[torch.Tensor, Weights]:
     """The cluster whose model has the lowest training loss, and that model."""
     received = message["models"]
     models: list[Weights] = [received[str(n)] for n in range(len(received))]
-    cluster = torch.stack([client.loss(model, "train") for model in models]).argmin()
+    cluster = client.losses(models, "train").argmin()
     return cluster, models[int(cluster)]

@@ -208,8 +208,8 @@ class Client(Protocol):
         gradient is scaled down to at most this norm, and their mean is the step's gradient.
         """
 
-    def loss(self, weights: Weights, part: str) -> Tensor:
-        """Mean cross-entropy on the client's ``train`` or ``validation`` data."""
+    def losses(self, models: Sequence[Weights], part: str) -> Tensor:
+        """Mean cross-entropy of each model on the client's ``train`` or ``validation`` data."""
 
     def likelihoods(self, model: Predictor, part: str) -> Tensor:
         """The probability that ``model`` gives to the label of each sample of the client's

@@ -205,7 +205,7 @@ STEPS = "private_steps"
 PLACES = 8  # of samples in a private step come together
 LEARNT_FROM = ("train", "validation")  # never from those a client is evaluated on
 Request = Sgd | Forward
-Ask = Callable[[Request], Any]
+Ask = Callable[[Sequence[Request]], list[Any]]
 
 
 @dataclass(frozen=True)
@@ -316,7 +316,8 @@ class EngineClient:
         """Of its mini-batches."""
         self.architecture = population.architectures[client]
         self.ask: Ask
-        """Where requests go: set by the engine that performs this client's job."""
+        """Where requests go, and answers come from: set by the engine that performs this client's
+        job. Those that are asked at once can be answered at once."""
         self._record = population.record(client)
         self._evaluated = evaluated
         """Whether its models are only evaluated: what is trained then leaves no trace."""
@@ -395,9 +396,13 @@ class EngineClient:
         labels = self.population.y[self.population.positions(self.id, "train")]
         return torch.bincount(labels, minlength=self.population.classes)
 
-    def loss(self, weights: Weights, part: str) -> Tensor:
+    def losses(self, models: Sequence[Weights], part: str) -> Tensor:
         where = self._learnt_from(part)
-        return cross_entropy(self.said(weights, where), self.population.y[where])
+        for weights in models:
+            self.population.check_weights(self.architecture, weights)
+        said = self.ask([Forward(self, weights, where) for weights in models])
+        labels = self.population.y[where]
+        return torch.stack([cross_entropy(logits, labels) for logits in said])
 
     def likelihoods(self, model: Predictor, part: str) -> Tensor:
         where = self._learnt_from(part)
@@ -414,7 +419,8 @@ class EngineClient:
         where = None if on == "public" else self._learnt_from(on)
         weights = self.weights if weights is None else weights
         self.population.check_weights(self.label(network), weights)
-        rows: Tensor = self.ask(Forward(self, weights, where, what, network))
+        rows: Tensor
+        (rows,) = self.ask([Forward(self, weights, where, what, network)])
         return rows
 
     def _learnt_from(self, part: str) -> Tensor:
@@ -484,7 +490,8 @@ class EngineClient:
             self, models, states, single, objective, inputs, steps, rate, batches, stream,
             sample_clip,
         )  # fmt: skip
-        trained: Trained = self.ask(self._as_asked(request))
+        trained: Trained
+        (trained,) = self.ask([self._as_asked(request)])
         if self._keeps_optimizer and any(trained.states.values()):
             self.kept = self.kept | {slot: trained.states}
         return trained.models[OWN] if single else trained.models
@@ -532,7 +539,8 @@ class _Outputs:
 
     def __call__(self, weights: Weights, what: What = "logits", network: str = OWN) -> Tensor:
         self.client.population.check_weights(self.client.label(network), weights)
-        rows: Tensor = self.client.ask(Forward(self.client, weights, self.where, what, network))
+        rows: Tensor
+        (rows,) = self.client.ask([Forward(self.client, weights, self.where, what, network)])
         return rows
 
     def on(self, features: Tensor, weights: Weights, network: str = OWN) -> Tensor:

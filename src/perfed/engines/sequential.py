@@ -45,10 +45,13 @@ class SequentialEngine(LocalEngine):
     def perform_jobs(self, jobs: Sequence[Job]) -> list[Any]:
         results = []
         for job in jobs:
-            job.client.ask = self.answer
+            job.client.ask = self.answers
             with job.stream():
                 results.append(job.work())
         return results
+
+    def answers(self, requests: Sequence[Request]) -> list[Trained | Tensor]:
+        return [self.answer(request) for request in requests]
 
     def answer(self, request: Request) -> Trained | Tensor:
         with self.precision.active(request.client.population.device):

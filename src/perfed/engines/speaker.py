@@ -8,6 +8,7 @@ So whatever it sends costs what its training cost, whatever the algorithm does w
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -89,7 +90,7 @@ class Speaker(EngineClient):
     def likelihoods(self, model: Predictor, part: str) -> NoReturn:
         raise self._refusal(f"looks at {part} samples")
 
-    def loss(self, weights: Weights, part: str) -> NoReturn:
+    def losses(self, models: Sequence[Weights], part: str) -> NoReturn:
         raise self._refusal(f"looks at {part} samples")
 
     def _refusal(self, does: str) -> ConfigError:

@@ -29,7 +29,7 @@ from perfed.core.notices import say_once
 from perfed.core.predictor import What
 from perfed.core.streams import seed_generators
 from perfed.core.threads import cpu_threads
-from perfed.engines.base import Forward, Job, Request, Sgd, Trained
+from perfed.engines.base import Ask, Forward, Job, Request, Sgd, Trained
 from perfed.engines.local import LocalEngine
 from perfed.engines.population import Population
 from perfed.engines.precision import FLOAT32, Precision
@@ -134,7 +134,7 @@ class StackedEngine(LocalEngine):
             self._pool.shutdown()
             self._pool = None
 
-    def _work(self, job: Job, ask: Callable[[Request], Any]) -> Any:
+    def _work(self, job: Job, ask: Ask) -> Any:
         job.client.ask = functools.partial(self._ask, ask)
         try:
             return job.work()
@@ -143,25 +143,31 @@ class StackedEngine(LocalEngine):
             # Python looks for circles.
             del job.client.ask
 
-    def _ask(self, ask: Callable[[Request], Any], request: Request) -> Any:
+    def _ask(self, ask: Ask, requests: Sequence[Request]) -> list[Any]:
+        if any(map(self._needs_own_turn, requests)):
+            return self._answers_alone(requests)
+        return ask(requests)
+
+    def _needs_own_turn(self, request: Request) -> bool:
+        """Whether it cannot be answered together with those of other clients."""
         population = request.client.population
         labels = request.labels().values() if isinstance(request, Sgd) else [request.label]
         if any(self.module_of(population, label).obstacle for label in labels):
-            return self._answer_alone(request)
+            return True
         if isinstance(request, Sgd) and objective_key(request.objective) is None:
             say_once(
                 "an objective that closes over more than numbers, names and options trains one "
                 "client at a time: hand tensors to client.sgd as inputs instead"
             )
-            return self._answer_alone(request)
-        return ask(request)
+            return True
+        return False
 
-    def _answer_alone(self, request: Request) -> Any:
+    def _answers_alone(self, requests: Sequence[Request]) -> list[Any]:
         """As the sequential engine would, with its threads."""
-        population = request.client.population
+        population = requests[0].client.population
         large = self._threads > 1 and population.is_large(population.by_label)
         with cpu_threads(self._threads if large else torch.get_num_threads()):
-            return self._sequential.answer(request)
+            return self._sequential.answers(requests)
 
     def module_of(self, population: Population, architecture: str) -> StackedModule:
         if architecture not in self._modules:
@@ -179,7 +185,9 @@ class StackedEngine(LocalEngine):
                 )
         return self._modules[architecture]
 
-    def _answer(self, requests: Sequence[Request]) -> list[Any]:
+    def _answer(self, asked: Sequence[Sequence[Request]]) -> list[list[Any]]:
+        """The answers to what each client has asked."""
+        requests = [request for several in asked for request in several]
         if len(self.recordings) > MOST_RECORDINGS:
             self.recordings.clear()
         threads = self._threads_for(requests)
@@ -195,7 +203,7 @@ class StackedEngine(LocalEngine):
             answers |= answered
         for model in models:
             answers |= model.shares([answers.pop(id(piece)) for piece in model.pieces])
-        return [answers[id(request)] for request in requests]
+        return [[answers[id(request)] for request in several] for several in asked]
 
     def _threads_for(self, requests: Sequence[Request]) -> int:
         """By what is counted: what a clock says would change from run to run."""
