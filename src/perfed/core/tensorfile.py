@@ -34,6 +34,7 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+Piece = bytes | memoryview
 _FROM_NAME = {name: dtype for dtype, name in _DTYPES.items()}
 SEAL = "sha256"  # the name of a checksum in a file's metadata
 ABOUT = "perfed"  # and of what the file says of itself
@@ -72,15 +73,20 @@ def _encoded_size(content: tuple[tuple[str, torch.dtype, torch.Size], ...]) -> i
 
 
 def encode(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
-    header = _header(tensors, metadata or {})
-    return b"".join([len(header).to_bytes(8, "little"), header, *map(_raw, tensors.values())])
+    return b"".join(_pieces(tensors, metadata or {}))
 
 
-def _raw(tensor: Tensor) -> bytes:
+def _pieces(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> list[Piece]:
+    header = _header(tensors, metadata)
+    return [len(header).to_bytes(8, "little"), header, *map(_raw, tensors.values())]
+
+
+def _raw(tensor: Tensor) -> Piece:
+    """A tensor's bytes where they are; copied only from another device, or to put them in order."""
     if tensor.numel() == 0:
         return b""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().tobytes()
+    return flat.view(torch.uint8).numpy().data
 
 
 class Limits(NamedTuple):
@@ -175,9 +181,12 @@ def _checksum(tensors: Mapping[str, Tensor], about: str) -> str:
 
 def save(path: Path, tensors: Mapping[str, Tensor]) -> int:
     """Write atomically; returns the checksum that :func:`load` can verify."""
-    data = encode(tensors)
-    write_atomically(path, data)
-    return zlib.crc32(data)
+    pieces = _pieces(tensors, {})  # not as one: a checkpoint of large models has gigabytes
+    write_atomically(path, *pieces)
+    checksum = 0
+    for piece in pieces:
+        checksum = zlib.crc32(piece, checksum)
+    return checksum
 
 
 def load(path: Path, checksum: int | None = None) -> dict[str, Tensor]:
@@ -203,12 +212,12 @@ def load_described(path: Path, checksum: int | None = None) -> tuple[dict[str, T
         raise RunError(f"{path} is corrupt: {error}") from None
 
 
-def write_atomically(path: Path, data: bytes) -> None:
+def write_atomically(path: Path, *pieces: Piece) -> None:
     """A reader, or a machine that loses power, sees the old file or the new one, never a part."""
     temporary = path.with_name(f".{path.name}.part")
     try:
         with open(temporary, "wb") as file:
-            file.write(data)
+            file.writelines(pieces)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
