@@ -7,7 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.cluster import KMeans
 
-from perfed.algorithms.clustering import cluster, cmeans, few_axes, nearest
+from perfed.algorithms.clustering import (
+    cluster,
+    cmeans,
+    cmeans_of_each,
+    few_axes,
+    nearest,
+    nearest_of_each,
+)
 
 
 def inertia(points: torch.Tensor, centroids: torch.Tensor) -> float:
@@ -78,3 +85,42 @@ def test_nearest_is_by_squared_distance_and_the_first_of_equals() -> None:
     centroids = torch.tensor([[[0.0, 0.0]], [[3.0, 0.0]], [[3.0, 0.0]]])
     assert int(nearest(centroids, torch.tensor([[1.4, 0.0]]))) == 0
     assert int(nearest(centroids, torch.tensor([[1.6, 0.0]]))) == 1
+
+
+# Each public sample by itself.
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_centroids_of_each_sample_are_the_optimum_there(seed: int) -> None:
+    answers = torch.rand(6, 5, 3, generator=torch.Generator().manual_seed(seed)).double()
+    centroids = cmeans_of_each(answers, 3, np.random.default_rng(seed))
+    assert centroids.shape == (3, 5, 3)
+    for sample in range(5):
+        best = best_inertia(answers[:, sample], 3)
+        assert inertia(answers[:, sample], centroids[:, sample]) == pytest.approx(best, rel=1e-9)
+
+
+@given(st.integers(0, 10**6), st.integers(5, 20), st.integers(2, 5))
+def test_clusters_of_each_sample_are_about_as_good_as_a_librarys(
+    seed: int, points: int, clusters: int
+) -> None:
+    random = np.random.default_rng(seed)
+    answers = random.dirichlet([0.3] * 8, size=(points, 3))
+    centroids = cmeans_of_each(torch.from_numpy(answers), clusters, random)
+    for sample in range(3):
+        theirs = KMeans(clusters, n_init=10, random_state=0).fit(answers[:, sample]).inertia_
+        ours = inertia(torch.from_numpy(answers[:, sample]), centroids[:, sample])
+        assert ours <= 1.15 * theirs + 1e-12
+
+
+def test_clients_that_all_say_the_same_are_one_place_several_times() -> None:
+    answers = torch.full((5, 2, 4), 0.25)
+    assert torch.equal(cmeans_of_each(answers, 2, np.random.default_rng(0)), answers[:2])
+    few = torch.rand(2, 3, 4)
+    assert cmeans_of_each(few, 3, np.random.default_rng(0)) is few  # no more than there are
+
+
+def test_the_nearest_centroid_of_each_sample() -> None:
+    centroids = torch.tensor([[[0.9, 0.1], [0.5, 0.5]], [[0.1, 0.9], [1.0, 0.0]]])
+    own = torch.tensor([[0.2, 0.8], [0.4, 0.6]])
+    assert torch.equal(nearest_of_each(centroids, own), torch.tensor([[0.1, 0.9], [0.5, 0.5]]))

@@ -1,5 +1,5 @@
-"""FedMD, DS-FL, CFD and SCARLET, which send what networks say of public samples: rounds by hand in
-NumPy, limit cases, closed forms, and what a round costs.
+"""FedMD, DS-FL, CFD, COMET and SCARLET, which send what networks say of public samples: rounds by
+hand in NumPy, limit cases, closed forms, and what a round costs.
 
 Faults seen in public libraries, and the test that would catch each here:
 
@@ -52,7 +52,7 @@ from tests.algorithms.test_numpy_reference import (
 from tests.algorithms.test_numpy_reference import assert_equal as assert_model
 from tests.conftest import STACKED, played, simulate, spec
 
-NAMES = ["fedmd", "ds-fl", "cfd", "scarlet"]
+NAMES = ["fedmd", "ds-fl", "cfd", "comet", "scarlet"]
 LINEAR_STUDENT = {"name": "mlp", "hidden": []}
 N = 10
 
@@ -82,13 +82,16 @@ def public_batches(world: World, client: int, round: int, steps: int = STEPS) ->
     yield from uniform_indices(key, (steps, size), PUBLIC, torch.device("cpu")).numpy()
 
 
-def imitated(world: World, θ: Array, k: int, t: int, teacher: Array, some: Array) -> Array:
+def imitated(
+    world: World, θ: Array, k: int, t: int, teacher: Array, some: Array, weight: float = 1.0
+) -> Array:
     """Steps on KL(teacher ‖ student), the mean over those samples of a batch that are in some."""
     for drawn in public_batches(world, k, t):
         index = drawn[some[drawn]]
         if len(index):
             x = world.public_x[index]
-            θ = θ - rate_in(t) * (softmax(x @ θ.T) - teacher[index]).T @ x / len(index)
+            gradient = (softmax(x @ θ.T) - teacher[index]).T @ x / len(index)
+            θ = θ - rate_in(t) * weight * gradient
     return θ
 
 
@@ -139,6 +142,49 @@ def test_ds_fl_by_hand(aggregation: str) -> None:
         np.testing.assert_allclose(world.state["teacher"].numpy(), teacher, atol=1e-10)
         for k in range(CLIENTS):
             assert_model(world.evaluated(k, t)["personal"], own[k])
+
+
+@pytest.mark.usefixtures("float64")
+def test_comet_by_hand() -> None:
+    """Centroids by trying every way to put clients into two clusters, sample by sample."""
+    world = World("comet", clusters=2, weight=0.7)
+    own = dict.fromkeys(range(CLIENTS), world.initial())
+    centroids: Array | None = None  # (|P|, 2, N)
+    everything = np.ones(PUBLIC, dtype=bool)
+    chosen = set()
+    for t, drawn in world.rounds(4):
+        for k in drawn:
+            if centroids is not None:
+                said = softmax(world.public_x @ own[k].T)
+                place = ((centroids - said[:, None]) ** 2).sum(2).argmin(1)
+                chosen |= set(place.tolist())
+                teacher = centroids[np.arange(PUBLIC), place]
+                own[k] = imitated(world, own[k], k, t, teacher, everything, weight=0.7)
+            own[k] = descend(own[k], world.batches(k, t), rate_in(t))
+        answers = np.stack([softmax(world.public_x @ own[k].T) for k in drawn], axis=1)
+        centroids = np.stack([best_pair(points) for points in answers])
+        found = world.state["centroids"].numpy().swapaxes(0, 1)
+        for one, other in zip(found, centroids, strict=True):
+            np.testing.assert_allclose(in_order(one), in_order(other), atol=1e-10)
+        for k in range(CLIENTS):
+            assert_model(world.evaluated(k, t)["personal"], own[k])
+    assert chosen == {0, 1}
+
+
+def best_pair(points: Array) -> Array:
+    """The two centroids with the lowest inertia, over all ways to divide a few points."""
+
+    def halves(side: tuple[int, ...]) -> list[Array]:
+        inside = np.isin(np.arange(len(points)), side)
+        return [points[inside], points[~inside]]
+
+    sides = [s for size in range(1, len(points)) for s in combinations(range(len(points)), size)]
+    best = min(sides, key=lambda s: sum(((h - h.mean(0)) ** 2).sum() for h in halves(s)))
+    return np.stack([half.mean(0) for half in halves(best)])
+
+
+def in_order(rows: Array) -> Array:
+    return rows[np.lexsort(rows.T)]
 
 
 @pytest.mark.usefixtures("float64")
@@ -267,6 +313,7 @@ def test_cfd_by_hand(up: int, down: int, begin: str) -> None:
         {"name": "fedmd", "distil_steps": 0, "warmup_steps": 0},
         {"name": "ds-fl", "distil_steps": 0},
         {"name": "cfd", "distil_steps": 0, "student_steps": 2},
+        {"name": "comet", "distil_steps": 0},
         {"name": "scarlet", "distil_steps": 0},
     ],
     ids=lambda algorithm: algorithm["name"],
@@ -292,6 +339,14 @@ def test_cfd_with_all_bits_and_no_student_is_ds_fl_unsharpened_to_the_bit() -> N
     plain = {"name": "cfd", "bits_up": 32, "bits_down": 32, "student_steps": 0}
     simple = {"name": "ds-fl", "aggregation": "simple"}
     assert_equal(models(after(3, plain), "personal"), models(after(3, simple), "personal"))
+
+
+@pytest.mark.usefixtures("float64")
+def test_comet_with_one_cluster_is_ds_fl_unsharpened() -> None:
+    simple = models(after(3, {"name": "ds-fl", "aggregation": "simple"}), "personal")
+    one_cluster = models(after(3, {"name": "comet", "clusters": 1, "weight": 1}), "personal")
+    for one, other in zip(one_cluster, simple, strict=True):
+        assert all(torch.allclose(one[name], other[name], atol=1e-10) for name in other)
 
 
 @pytest.mark.usefixtures("float64")
@@ -600,6 +655,8 @@ def test_scarlet_refuses_another_number_of_rows_than_was_wanted() -> None:
         {"name": "cfd", "bits_up": 0},
         {"name": "cfd", "begin": "anywhere"},
         {"name": "ds-fl", "temperature": 0},
+        {"name": "comet", "clusters": 0},
+        {"name": "comet", "weight": -1},
         {"name": "scarlet", "share": 0},
         {"name": "scarlet", "exponent": -1},
         {"name": "fedmd", "warmup_steps": -1},

@@ -28,7 +28,7 @@ from tests.flower.test_site import PLAN, header, join, play, site
 WITHOUT_WEIGHTS = {"local", "majority"}
 WITHOUT_WEIGHTS |= {"perfed-ckt", "perfed-evidence", "perfed-kin", "fedmd", "ds-fl", "scarlet"}
 WITHOUT_WEIGHTS |= {"cosmos", "kt-pfl", "selective-fd", "fd", "fedproto", "fedtgp"}
-WITHOUT_WEIGHTS |= {"cfd", "fedgh"}
+WITHOUT_WEIGHTS |= {"cfd", "fedgh", "comet"}
 PLANTED = "from pathlib import Path\nPath(__file__).with_suffix('.ran').touch()\nclass X: ...\n"
 
 

@@ -3,6 +3,7 @@
 import perfed.algorithms.robust  # noqa: F401  (registers its stages)
 from perfed.algorithms.apfl import APFL
 from perfed.algorithms.cfd import CFD
+from perfed.algorithms.comet import Comet
 from perfed.algorithms.cosmos import Cosmos
 from perfed.algorithms.ditto import Ditto
 from perfed.algorithms.ds_fl import DSFL
@@ -42,6 +43,7 @@ __all__ = [
     "DSFL",
     "FD",
     "FML",
+    "Comet",
     "Cosmos",
     "Ditto",
     "FedAvg",

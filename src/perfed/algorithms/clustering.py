@@ -7,6 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from perfed.core.errors import ConfigError
+
 STARTS = 10  # k-means++ starts; the one with the lowest inertia wins
 TRIALS = 3  # points tried for each centroid of a start
 
@@ -88,6 +90,75 @@ def _lloyd(points: np.ndarray, centroids: np.ndarray) -> tuple[float, np.ndarray
         if (labels == before).all():
             return float(distances[np.arange(len(points)), labels].sum()), labels
         centroids = np.stack([points[labels == c].mean(axis=0) for c in range(len(centroids))])
+
+
+def check_clusters(clusters: int, clients_per_round: int) -> None:
+    if clusters > clients_per_round:
+        raise ConfigError(
+            f"{clusters} clusters of {clients_per_round} clients: "
+            f"must be at most clients_per_round, {clients_per_round}",
+            "clusters",
+        )
+
+
+# The same for each public sample by itself: many small clusterings at once.
+
+
+def cmeans_of_each(answers: Tensor, clusters: int, random: np.random.Generator) -> Tensor:
+    """The centroids (≤ c, |P|, N) of ``answers`` (m, |P|, N), sample by sample."""
+    if len(answers) <= clusters:
+        return answers
+    points = answers.double().cpu().numpy().swapaxes(0, 1)
+    best, least = _centroids_of_each(points, clusters, random)
+    for _ in range(STARTS - 1):
+        centroids, inertia = _centroids_of_each(points, clusters, random)
+        best = np.where((inertia < least)[:, None, None], centroids, best)
+        least = np.minimum(inertia, least)
+    return torch.from_numpy(best.swapaxes(0, 1).copy()).to(answers)
+
+
+def _centroids_of_each(
+    points: np.ndarray, clusters: int, random: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """One start: centroids (|P|, c, N) of points (|P|, m, N), and their inertia."""
+    centroids, labels = _start_of_each(points, clusters, random), None
+    while True:
+        distances = _squared_distances(points, centroids)
+        before, labels = labels, distances.argmin(2)
+        if before is not None and (labels == before).all():
+            return centroids, distances.min(2).sum(1)
+        member = labels[..., None] == np.arange(clusters)
+        counts = member.sum(1)[..., None]
+        means = member.swapaxes(1, 2) @ points / np.maximum(counts, 1)
+        centroids = np.where(counts > 0, means, centroids)  # where nobody is, it stays
+
+
+def _start_of_each(points: np.ndarray, clusters: int, random: np.random.Generator) -> np.ndarray:
+    """Greedy k-means++, as above."""
+    samples, everyone = np.arange(len(points)), points.shape[1]
+    chosen = [points[samples, random.integers(everyone, size=len(points))]]
+    while len(chosen) < clusters:
+        far = _squared_distances(points, np.stack(chosen, 1)).min(2)
+        chance = far + (far.max(1, keepdims=True) == 0)  # all in one place: any of them
+        reached = chance.cumsum(1) / chance.sum(1, keepdims=True)
+        drawn = (reached[:, None] < random.random((len(points), TRIALS, 1))).sum(2)
+        few = points[samples[:, None], np.minimum(drawn, everyone - 1)]
+        left = np.minimum(far[..., None], _squared_distances(points, few)).sum(1)
+        chosen.append(few[samples, left.argmin(1)])
+    return np.stack(chosen, 1)
+
+
+def _squared_distances(points: np.ndarray, centroids: np.ndarray) -> np.ndarray:
+    """Of each sample, from its points (|P|, m, N) to its centroids: (|P|, m, c)."""
+    distances = np.square(points).sum(2)[..., None] + np.square(centroids).sum(2)[:, None]
+    result: np.ndarray = np.clip(distances - 2 * points @ centroids.swapaxes(1, 2), 0, None)
+    return result
+
+
+def nearest_of_each(centroids: Tensor, own: Tensor) -> Tensor:
+    """For each sample, the centroid nearest to ``own``, |P|×N (the first, where several are)."""
+    place = (centroids - own).square().sum(2).argmin(0)
+    return centroids[place, torch.arange(len(own), device=own.device)]
 
 
 def nearest(centroids: Tensor, own: Tensor) -> Tensor:

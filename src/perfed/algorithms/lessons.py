@@ -18,7 +18,7 @@ def first_hand(model: Network, private: Private, public: Public) -> Tensor:
     return cross_entropy(model(private.x), private.y)
 
 
-def imitate(model: Network, private: Private, public: Public, teacher: Tensor) -> Tensor:
+def imitate(model: Network, private: Private | None, public: Public, teacher: Tensor) -> Tensor:
     """KL(teacher ‖ student) on public samples, up to the teacher's entropy, which no student can
     change."""
     return cross_entropy(model.public(public.x), teacher[public.index])

@@ -16,7 +16,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softmax
 
-from perfed.algorithms.clustering import cmeans, in_the_order_of, nearest, overlap
+from perfed.algorithms.clustering import (
+    check_clusters,
+    cmeans,
+    in_the_order_of,
+    nearest,
+    overlap,
+)
 from perfed.core.algorithm import (
     Algorithm,
     Client,
@@ -31,7 +37,6 @@ from perfed.core.algorithm import (
     supervised,
 )
 from perfed.core.declaration import PROBABILITIES, Array, AtMost, Messages
-from perfed.core.errors import ConfigError
 from perfed.core.message import Message
 from perfed.core.schema import option
 from perfed.core.tree import Tree
@@ -97,9 +102,4 @@ class PerFedCKT(Algorithm):
         }
 
     def check(self, clients_per_round: int) -> None:
-        if self.clusters > clients_per_round:
-            raise ConfigError(
-                f"{self.clusters} clusters of {clients_per_round} clients: "
-                f"must be at most clients_per_round, {clients_per_round}",
-                "clusters",
-            )
+        check_clusters(self.clusters, clients_per_round)
