@@ -20,7 +20,7 @@ with pytest.MonkeyPatch.context() as patch:
     from method_costs import EachRecipient, methods
 
 PAGE = (ROOT / "docs" / "methods.md").read_text("utf-8")
-BUILT_IN = [n for n in perfed.algorithms if perfed.algorithms[n].__module__.startswith("perfed.")]
+BUILT_IN = perfed.algorithms.built_in()
 RECORD = json.loads((ROOT / "benchmarks/results/method_costs.json").read_text("utf-8"))
 ROWS = {row["method"]: row for row in RECORD["rows"]}
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import perfed
+from perfed.algorithms.local import Local
 from perfed.config import STUDIES, preset_names, read_mapping
 from perfed.core.declaration import Maybe, Messages, Model, PerParameter, sends_own_weights
 from perfed.core.errors import ConfigError, RunError
@@ -227,11 +228,17 @@ def test_a_setting_that_nothing_fits_is_an_error_and_not_left_out(tmp_path: Path
         Conduct(planned, tmp_path / "out").run(SEQUENTIAL)
 
 
-def test_all_is_every_registered_method_once() -> None:
+def test_all_is_every_method_of_the_package_once(request: pytest.FixtureRequest) -> None:
+    """And none that this process has added: a study's file means the same everywhere."""
+    request.addfinalizer(lambda: perfed.algorithms.forget("of-a-test"))
+    perfed.algorithms.register("of-a-test")(type("OfATest", (Local,), {"__module__": __name__}))
     planned = study(methods=[{"name": "local", "participation": "selected"}, "all"], tuning=None)
     names = [method.name for method in planned.methods]
     assert names[0] == "local"
-    assert sorted(names) == sorted(perfed.algorithms)
+    assert "of-a-test" in perfed.algorithms
+    assert "of-a-test" not in names
+    assert {"perfed-ckt", "comet", "fedavg"} < set(names)
+    assert len(names) == len(set(names)) == len(perfed.algorithms.built_in())
 
 
 def test_what_a_method_says_it_sends_agrees_with_its_messages() -> None:

@@ -94,6 +94,11 @@ class Registry(Generic[C]):
         """Undo a registration, if there is one."""
         self._classes.pop(name, None)
 
+    def built_in(self) -> list[str]:
+        """The names of perfed's own, sorted, without what this process has added."""
+        own = [n for n, cls in self._classes.items() if cls.__module__.startswith("perfed.")]
+        return sorted(own)
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._classes)
 

@@ -201,8 +201,7 @@ def built_in_names(kind: str) -> set[str]:
     """Not those that a file has added which was imported in this process."""
     if kind == "metrics":
         return {name for name, one in metrics.items() if _is_own(one.measure)}
-    registry = REGISTRIES[kind]
-    return {name for name in registry if _is_own(registry[name])}
+    return set(REGISTRIES[kind].built_in())
 
 
 def is_path(text: str) -> bool:

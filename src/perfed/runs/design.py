@@ -483,7 +483,8 @@ def _methods(given: Any, tuning: Tuning | None) -> tuple[Method, ...]:
             raise error.inside(f"methods[{number}]") from None
     by_name = [method for method in named if method is not None]
     taken = {method.algorithm.registered_name for method in by_name}
-    rest = [_method(name, tuning, of_all=True) for name in sorted(algorithms) if name not in taken]
+    untaken = [name for name in algorithms.built_in() if name not in taken]
+    rest = [_method(name, tuning, of_all=True) for name in untaken]
     found = [m for method in named for m in (rest if method is None else [method])]
     names = [method.name for method in found]
     for name in names:
