@@ -8,6 +8,7 @@ from datetime import datetime
 from typing import Any
 
 import numpy as np
+import readings
 from committed import RESULTS, machine, result
 from matplotlib.figure import Figure
 
@@ -145,6 +146,82 @@ def _accuracy_at(record: Record, kind: str, share: float) -> float:
     wanted = round(share * record["config"]["rounds"])
     curve: list[list[float]] = record["curve"][kind]
     return next(accuracy for number, accuracy, _ in curve if number + 1 == wanted)
+
+
+def readings_of_the_mean() -> str:
+    """What the paper's numbers would be with another mean over clients, after 500 rounds."""
+    rows = table1_rows("paper", ALL)
+    labels = {method: row.label for method, row in _paper_rows().items()}
+    found = {method: rows[label].records for method, label in labels.items()}
+    table = [_reading_row(name, found, mean) for name, mean in MEANS.items()]
+    return layout.markdown([Table("", ("the mean is", *labels.values()), [*table, _papers_row()])])
+
+
+def _paper_rows() -> dict[str, Row]:
+    """The rows of the methods that readings are tried with."""
+    by_name = {paper_tables.method_name(row.algorithm): row for row in TABLE_1}
+    return {method: by_name[method] for method in readings.METHODS}
+
+
+def _last(record: Record) -> np.ndarray:
+    return np.array(record["clients"]["test_accuracy"]["personal"])
+
+
+def _of(which: str, kept: bool) -> Callable[[Record], float]:
+    return lambda record: float(_last(record)[np.array(record["clients"][which]) == kept].mean())
+
+
+MEANS: Mapping[str, Callable[[Record], float]] = {
+    "over all clients, last round": lambda record: float(_last(record).mean()),
+    "over all clients, best test round": lambda record: record["summary"]["models"]["personal"][
+        "best_test"
+    ]["test_accuracy"],
+    "over all test samples": lambda record: float(
+        np.average(_last(record), weights=record["clients"]["test_size"])
+    ),
+    "by training samples": lambda record: float(
+        np.average(_last(record), weights=record["clients"]["train_size"])
+    ),
+    "over natural clients": _of("repaired", False),
+    "over repaired clients": _of("repaired", True),
+}
+
+
+def _reading_row(
+    name: str, found: Mapping[str, Sequence[Record]], mean: Callable[[Record], float]
+) -> list[str]:
+    means = [[mean(record) for record in records] for records in found.values()]
+    return [name, *(spread(values) if values else "not run" for values in means)]
+
+
+def _papers_row() -> list[str]:
+    said = [row.published(0.1) for row in _paper_rows().values()]
+    return ["*the paper*", *(f"{p[0]:.1f} ± {p[1]:.1f}" for p in said if p)]
+
+
+def other_readings() -> str:
+    """What other readings of the text give, after some rounds."""
+    records = {n: r for n, r in readings.study().records().items() if "failed" not in r}
+    best = MEANS["over all clients, best test round"]
+    table = [
+        _reading_row(name, {m: readings.found(records, number, m) for m in readings.METHODS}, best)
+        for number, name in enumerate(readings.READINGS)
+    ]
+    labels = [row.label for row in _paper_rows().values()]
+    seeds = ", ".join(map(str, readings.SEEDS))
+    note = (
+        f"Best test round of {readings.ROUNDS}, which is what the paper reports, mean over all "
+        f"clients, seeds {seeds}"
+    )
+    note += f" {machine(latest(records))}." if records else "."
+    return layout.markdown([Table("", ("reading", *labels), [*table, _papers_row()], note)])
+
+
+def latest(records: Mapping[str, Record]) -> dict[str, Any]:
+    """The environment of the newest run."""
+    environments = [record["environment"] for record in records.values()]
+    newest: dict[str, Any] = max(environments, key=lambda one: one["started"])
+    return newest
 
 
 def tuning_cifar() -> str:
@@ -463,6 +540,8 @@ BLOCKS = {
     "table1-tuned": lambda: table1("tuned"),
     "table1-paper-long": lambda: table1("paper", ALL),
     "table1-by-round": table1_by_round,
+    "readings-mean": readings_of_the_mean,
+    "readings": other_readings,
     "table2-paper": lambda: table(table2_run()),
     "tuning-cifar": tuning_cifar,
     "when-partition": lambda: when("digits", lambda row: row["weight"] == 1 and not row["change"]),

@@ -96,6 +96,16 @@ def test_without_a_public_set_cifar100_is_not_needed(tmp_path: Path) -> None:
     assert loaded.public_x.dtype == np.float32
 
 
+def test_cifar10_can_hold_its_public_set_out_of_itself(stored: Path) -> None:
+    """No image is in both sets, and none is lost."""
+    whole = Cifar10(public=0).load(3)
+    held = Cifar10(public=7, public_from="itself").load(3)
+    images = [image.tobytes() for image in (*held.x, *held.public_x)]
+    assert len(held.public_x) == 7
+    assert sorted(images) == sorted(image.tobytes() for image in whole.x)
+    assert held.classes == 10
+
+
 def test_cifar100_holds_its_public_set_out_of_itself(labeled: str) -> None:
     loaded = Cifar100(public=10, samples=20, folder=labeled).load(0)
     assert loaded.classes == 100  # though only seven of them occur

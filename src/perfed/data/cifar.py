@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -84,12 +85,17 @@ FOLDER_HELP = "the folder of the stored sets; empty: where 'perfed data get' put
 class Cifar10(Dataset):
     """CIFAR-10, all 60,000 images; the public set is drawn from CIFAR-100, as in the paper."""
 
-    public: int = option(2000, "how many unlabeled CIFAR-100 images are the public set", ge=0)
+    public: int = option(2000, "how many unlabeled images are the public set", ge=0)
+    public_from: Literal["cifar100", "itself"] = option(
+        "cifar100", "whose images these are; its own are held out of the 60,000"
+    )
     samples: int = option(0, SAMPLES_HELP, ge=0)
     folder: str = option("", FOLDER_HELP)
 
     def load(self, seed: int) -> Samples:
         private = _stored(CIFAR10, self.folder)
+        if self.public_from == "itself":
+            return finished(_held_out(private, CIFAR10, self.public, seed), self.samples, seed)
         public = private.pixels[:0]
         if self.public:
             public = _stored(CIFAR100, self.folder).pixels
@@ -121,15 +127,19 @@ class Cifar100(Dataset):
     folder: str = option("", FOLDER_HELP)
 
     def load(self, seed: int) -> Samples:
-        stored = _stored(CIFAR100, self.folder)
-        held = hold_out_public(stored.pixels, _labels(stored, CIFAR100), self.public, seed)
-        held = dataclasses.replace(held, classes=len(CIFAR100.classes))
+        held = _held_out(_stored(CIFAR100, self.folder), CIFAR100, self.public, seed)
         return finished(held, self.samples, seed)
 
     def unlabeled(self, seed: int) -> Unlabeled:
         pixels = _stored(CIFAR100, self.folder).pixels  # with or without labels
         index = drawn(self.samples or len(pixels), len(pixels), seed, "public-set")
         return Unlabeled(scaled(pixels[index]), index)
+
+
+def _held_out(stored: Arrays, of: ImageSet, public: int, seed: int) -> Samples:
+    """The images of a set, some of them as the public set."""
+    held = hold_out_public(stored.pixels, _labels(stored, of), public, seed)
+    return dataclasses.replace(held, classes=len(of.classes))
 
 
 def _stored(wanted: ImageSet, folder: str) -> Arrays:
