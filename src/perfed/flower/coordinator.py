@@ -81,6 +81,10 @@ from perfed.runs.settings import changes, read_experiment, text_of
 
 PRESENCE = "presence.json"  # in the run directory: who was seen when
 PRESENCE_SECONDS = 5.0  # after which it is written anew
+RETURNS = 15.0
+"""Seconds that a round waits for who was lost in the one before: a site that was killed and started
+again then misses one round. With a key it can come back only when Flower has noticed that it was
+gone, which is when the round ends without it."""
 MOST_NAMED = 5  # clients that a round's line names as missing
 SERVER = "server.safetensors"
 """In the run directory: what the server knew at the end, for sites that come later."""
@@ -224,6 +228,7 @@ class FederatedRun(Coordinator):
         everyone = self.algorithm.trains_everyone()
         wanted = self.experiment.clients if everyone else self.experiment.clients_per_round
         replies: dict[int, Message] = {}
+        self._wait_for_lost()
         self._absent, self._answered = {}, set()
         self._begin_round()
         resting = {*self.conduct.aside(round)}
@@ -254,6 +259,15 @@ class FederatedRun(Coordinator):
             self._say(
                 f"round {round}: {len(replies)} answers, {self.options.minimum} are needed; again"
             )
+
+    def _wait_for_lost(self) -> None:
+        """Who was asked in the round before and gave no answer that could be taken or refused. Who
+        does not come back is waited for once: it is not asked again before it is there."""
+        lost = {int(client) for client in self._absent} - self.refused.keys()
+        ends = time.monotonic() + min(RETURNS, self.options.deadline)
+        while lost - {*self.membership.present()} and time.monotonic() < ends:
+            self._look()
+            time.sleep(self.options.poll)
 
     def _wait_for(
         self, count: int, without: Iterable[int] = (), seconds: float = float("inf")
