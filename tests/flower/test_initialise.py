@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import (
@@ -163,6 +164,13 @@ def test_the_commands_are_shown_and_a_mistake_is_one_line(
     code, out, wrong = perfed("site", "check", "trial/site-0.yaml")
     assert (code, out, wrong.count("\n")) == (2, "", 1)
     assert "label 9 in the data" in wrong
+    if not torch.cuda.is_available():
+        (tmp_path / "trial" / "site-0.yaml").write_text(
+            text.replace("device: auto", "device: cuda")
+        )
+        code, out, wrong = perfed("site", "check", "trial/site-0.yaml")
+        assert (code, out, wrong.count("\n")) == (2, "", 1)
+        assert wrong.startswith("perfed: device 'cuda' cannot be used: ")
     code, _, wrong = perfed("site", "check", "nowhere.yaml")
     assert (code, wrong) == (2, "perfed: no such file: nowhere.yaml\n")
     code, _, wrong = perfed("federation", "gate", "--certificates", "nowhere")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import urllib.error
 import urllib.request
@@ -55,7 +56,8 @@ def test_a_coordinator_and_a_site_are_watched_from_their_files(tmp_path: Path) -
         assert numbers(fetched(ports[0], "/metrics")[1])["perfed_run_well", ""] == 0
         run(folder, desk(folder))
         assert fetched(ports[0], "/health") == fetched(ports[1], "/health") == (200, "well\n")
-        state, told = look(folder / "run"), numbers(fetched(ports[0], "/metrics")[1])
+        text = fetched(ports[0], "/metrics")[1]
+        state, told = look(folder / "run"), numbers(text)
         assert told["perfed_rounds_done", ""] == told["perfed_rounds", ""] == 2
         assert told["perfed_message_bytes", ""] == state.bytes
         for site in state.sites:
@@ -72,8 +74,46 @@ def test_a_coordinator_and_a_site_are_watched_from_their_files(tmp_path: Path) -
         for process in started:
             os.kill(process.pid, signal.SIGTERM)
             process.wait(60)
-    asked = json.dumps(json.loads(dashboard())["panels"])
-    known = {name for name, _ in told}
-    for word in ("perfed_run_well", "perfed_rounds_done", "perfed_site_accuracy"):
-        assert word in asked
-        assert word in known
+    assert_dashboard_asks_for(text)
+
+
+def assert_dashboard_asks_for(text: str) -> None:
+    """Every metric that it names is served, with the labels that it shows."""
+    labels = {
+        sample.name: set(sample.labels)
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    for panel in json.loads(dashboard())["panels"]:
+        for target in panel["targets"]:
+            (metric,) = re.findall(r"perfed_\w+", target["expr"])
+            shown = set(re.findall(r"{{(\w+)}}", target["legendFormat"]))
+            assert labels[metric] == shown, metric
+
+
+def test_the_dashboard_has_what_grafana_demands() -> None:
+    """By Grafana's own words: the required fields of Dashboard, Panel, GridPos and VariableModel in
+    the package @grafana/schema, and that an import finds the source through a variable."""
+    made = json.loads(dashboard())
+    assert isinstance(made["schemaVersion"], int)
+    assert 8 <= len(made["uid"]) <= 40
+    (variable,) = made["templating"]["list"]
+    assert (variable["type"], variable["query"]) == ("datasource", "prometheus")
+    panels = made["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    cells: set[tuple[int, int]] = set()
+    for panel in panels:
+        assert panel["type"] == "timeseries"
+        assert panel["fieldConfig"].keys() == {"defaults", "overrides"}
+        for one in (panel, *panel["targets"]):
+            source = {"type": "prometheus", "uid": f"${{{variable['name']}}}"}
+            assert one["datasource"] == source
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24  # columns of Grafana's grid
+        own = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not own & cells  # none covers another
+        cells |= own

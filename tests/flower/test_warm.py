@@ -9,6 +9,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+
 from perfed.flower import warm
 from tests.flower.processes import PATIENCE
 
@@ -108,3 +111,51 @@ def test_nothing_outlives_a_warm_process_that_is_killed(tmp_path: Path) -> None:
         _, watched = started(process)
         process.kill()
         assert all_end(watched)
+
+
+LOADED = """
+import torch
+
+asked = []
+for name in ("is_available", "device_count", "init", "_lazy_init"):
+    setattr(torch.cuda, name, lambda *words, name=name: asked.append(name))
+from pathlib import Path
+from perfed.flower.services import Services
+
+kept = Services(Path("."))
+print(torch.cuda.is_initialized(), asked)
+kept.close()
+"""
+
+
+def test_the_warm_process_never_touches_a_gpu(tmp_path: Path) -> None:
+    """After a fork CUDA works only if nothing has asked for it before, be it how many GPUs there
+    are."""
+    command = [sys.executable, "-c", LOADED]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("False []\n", 0), done.stderr
+
+
+ON_A_GPU = """
+import torch
+
+def program():
+    x = torch.ones(1, 4, device="cuda", requires_grad=True)
+    (x @ torch.ones(4, 2, device="cuda")).square().sum().backward()
+    raise SystemExit(int(x.grad.sum().item()))
+
+process = warm.Warm({"flwr-clientapp": program})
+pids = [process.start("flwr-clientapp", [], place, os.environ) for _ in range(2)]
+ended = {}
+while len(ended) < 2:
+    ended |= process.turn(60)
+print([ended[pid] for pid in pids], torch.cuda.is_initialized())
+process.close()
+"""
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_forked_programs_train_on_a_gpu(tmp_path: Path) -> None:
+    """The gradient of Σ (x·1)² at x = 1 is 2·4 for each of two columns: 16, in four places."""
+    done = subprocess.run(script(tmp_path, ON_A_GPU), capture_output=True, text=True)
+    assert done.stdout == "[64, 64] False\n", done.stderr

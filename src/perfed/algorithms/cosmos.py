@@ -179,6 +179,9 @@ class Cosmos(Algorithm):
         found = [int(number) for number in state["cluster"].values()]
         return {"cluster_sizes": [found.count(number) for number in range(max(found) + 1)]}
 
+    def placed(self, state: Tree, replies: Sequence[Reply]) -> dict[int, int]:
+        return {reply.client.id: int(state["cluster"][str(reply.client.id)]) for reply in replies}
+
 
 @torch.no_grad()
 def soft_labels(server: Server, weights: Weights) -> Tensor:

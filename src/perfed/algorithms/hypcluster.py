@@ -73,6 +73,9 @@ class HypCluster(Algorithm):
             state[architecture] = state[architecture] | means
         return state
 
+    def placed(self, state: Tree, replies: Sequence[Reply]) -> dict[int, int]:
+        return {reply.client.id: int(reply.message["cluster"]) for reply in replies}
+
     def evaluation_message(self, server: Server, state: Tree, client: ClientInfo) -> Message:
         return self.broadcast(server, state, client)
 

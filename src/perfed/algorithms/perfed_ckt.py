@@ -101,5 +101,9 @@ class PerFedCKT(Algorithm):
             "earlier_overlap": overlap(earlier, now).tolist(),
         }
 
+    def placed(self, state: Tree, replies: Sequence[Reply]) -> dict[int, int]:
+        said = {reply.client.id: reply.message["soft_decisions"] for reply in replies}
+        return {client: int(nearest(state["centroids"], own)) for client, own in said.items()}
+
     def check(self, clients_per_round: int) -> None:
         check_clusters(self.clusters, clients_per_round)

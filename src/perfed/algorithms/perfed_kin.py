@@ -120,6 +120,14 @@ class PerFedKin(PerFedEvidence):
     def describe(self, before: Tree, state: Tree) -> dict[str, Any]:
         return {"kinds": {name: int(kind) for name, kind in state["kind"].items()}}
 
+    def placed(self, state: Tree, replies: Sequence[Reply]) -> dict[int, int]:
+        """A group goes by its first member: it is numbered anew in every round."""
+        first: dict[int, int] = {}
+        for name, kind in sorted(state["kind"].items(), key=lambda named: int(named[0])):
+            first.setdefault(int(kind), int(name))
+        clients = [reply.client.id for reply in replies]
+        return {client: first[int(state["kind"][str(client)])] for client in clients}
+
 
 def bounded(samples: Tensor) -> Tensor:
     """Numbers of samples as far as they count."""

@@ -10,6 +10,7 @@ client and knowing nothing of where it runs. Only ``client_round`` is required::
     merge               server      the new state from what came back
     messages            both        what these messages hold, by which each is measured on arrival
     describe            server      a few numbers on the new state, for the run directory
+    placed              server      the cluster of each client that answered, for the same
     evaluation_message  server      what a client needs to have its models evaluated
     models              one client  which model(s) of this client are to be evaluated
     networks            both        networks beside the clients' own
@@ -362,6 +363,11 @@ class Algorithm(Component):
     def describe(self, before: Tree, state: Tree) -> dict[str, Any]:
         """What a run's log says of a merge beside its traffic: numbers and lists of them, which
         stay on the server."""
+        return {}
+
+    def placed(self, state: Tree, replies: Sequence[Reply]) -> dict[int, int]:
+        """The cluster in which the server sees each client that answered, after the merge. Of the
+        sites of a federation nobody else tells it: what they choose themselves stays there."""
         return {}
 
     def evaluation_message(self, server: Server, state: Tree, client: ClientInfo) -> Message:

@@ -21,17 +21,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from perfed.core.algorithm import ClientInfo, Server
+from perfed.core.algorithm import ClientInfo, Reply, Server
 from perfed.core.channel import Channel
 from perfed.core.declaration import Known, networks
 from perfed.core.errors import Diverged, PerfedError, RunError
 from perfed.core.message import Message
 from perfed.core.selection import select_clients
 from perfed.core.tensorfile import sealed, write_atomically
-from perfed.core.tree import flatten
+from perfed.core.tree import Tree, flatten
 from perfed.engines import ClientRecord
 from perfed.engines.population import check_one_width
 from perfed.flower.conduct import Conduct
+from perfed.flower.heard import heard
 from perfed.flower.membership import (
     Answer,
     Member,
@@ -80,6 +81,10 @@ from perfed.runs.settings import changes, read_experiment, text_of
 
 PRESENCE = "presence.json"  # in the run directory: who was seen when
 PRESENCE_SECONDS = 5.0  # after which it is written anew
+RETURNS = 15.0
+"""Seconds that a round waits for who was lost in the one before: a site that was killed and started
+again then misses one round. With a key it can come back only when Flower has noticed that it was
+gone, which is when the round ends without it."""
 MOST_NAMED = 5  # clients that a round's line names as missing
 SERVER = "server.safetensors"
 """In the run directory: what the server knew at the end, for sites that come later."""
@@ -123,6 +128,8 @@ class FederatedRun(Coordinator):
         """Who said anything in this round, be it that it cannot."""
         self._accuracy: float | None = None
         """The sites' typical validation accuracy, where this round was evaluated."""
+        self._heard: dict[str, Any] = {}
+        """What this round's answers tell of the sites."""
         self._nodes: dict[int, int] = {}
         """Where each client was when it was last asked."""
         self._directory = directory
@@ -221,6 +228,7 @@ class FederatedRun(Coordinator):
         everyone = self.algorithm.trains_everyone()
         wanted = self.experiment.clients if everyone else self.experiment.clients_per_round
         replies: dict[int, Message] = {}
+        self._wait_for_lost()
         self._absent, self._answered = {}, set()
         self._begin_round()
         resting = {*self.conduct.aside(round)}
@@ -251,6 +259,15 @@ class FederatedRun(Coordinator):
             self._say(
                 f"round {round}: {len(replies)} answers, {self.options.minimum} are needed; again"
             )
+
+    def _wait_for_lost(self) -> None:
+        """Who was asked in the round before and gave no answer that could be taken or refused. Who
+        does not come back is waited for once: it is not asked again before it is there."""
+        lost = {int(client) for client in self._absent} - self.refused.keys()
+        ends = time.monotonic() + min(RETURNS, self.options.deadline)
+        while lost - {*self.membership.present()} and time.monotonic() < ends:
+            self._look()
+            time.sleep(self.options.poll)
 
     def _wait_for(
         self, count: int, without: Iterable[int] = (), seconds: float = float("inf")
@@ -380,6 +397,7 @@ class FederatedRun(Coordinator):
         }
 
     def merge(self, round: int, replies: Mapping[int, Message]) -> None:
+        self._heard = {}
         super().merge(round, replies)
         try:
             check_finite(round, {"the server": [*flatten(self.progress.state).items()]})
@@ -391,13 +409,17 @@ class FederatedRun(Coordinator):
             name = self.algorithm.registered_name
             raise RunError(f"round {round}: what '{name}' describes is no JSON: {error}") from None
 
+    def _describe(self, before: Tree, state: Tree, replies: Sequence[Reply]) -> None:
+        super()._describe(before, state, replies)
+        self._heard = heard(self.algorithm, self._messages.up or {}, state, replies)
+
     def _facts(self, clients: list[int]) -> dict[str, Any]:
         """Who took no part, what the watch has seen, and where the state comes from."""
         round = self.progress.next_round
         seen: dict[str, Any] = {"answered": len(self._answered), "admitted": len(clients)}
         if self._accuracy is not None:
             seen["validation_accuracy"] = self._accuracy
-        facts = self._absence(clients) | {"watched": seen}
+        facts = self._absence(clients) | {"watched": seen, "heard": self._heard}
         self._write_presence()
         suspect = self.watch.note(round, seen)
         for sign in suspect:

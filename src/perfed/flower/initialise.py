@@ -79,7 +79,7 @@ experiment:
   clients_per_round: {sites}
   selection: by-size  # or uniform
   evaluate_every: 1
-  training: {{learning_rate: 0.1, steps: 10, batch_size: 32, public_batch_size: 64}}
+  training: {{learning_rate: 0.1, steps: 50, batch_size: 32, public_batch_size: 64}}
   algorithm: {{name: perfed-ckt, clusters: {clusters}, weight: 1.0}}
   # Needed only by algorithms whose server sends weights (fedavg, …):
   # models: [{{name: mlp, hidden: [32]}}]
@@ -106,7 +106,8 @@ data:
   dataset: {{name: digits, public: 400}}
   partition: {{name: groups, groups: {groups}}}
   clients: {sites}
-split: {{train: [0.3], validation: 0.2, test: 0.5}}
+# To try things out, a site trains on few samples: it is then that others help.
+split: {{train: [0.1], validation: 0.2, test: 0.5}}
 
 # As in the coordinator's file.
 public:

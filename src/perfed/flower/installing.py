@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 UNIT = """\
 # {what}. Copy it to /etc/systemd/system, then: systemctl enable --now {name}
@@ -46,7 +47,7 @@ FROM python:3.11-slim
 COPY perfed-{version}-py3-none-any.whl /tmp/
 RUN pip install --no-cache-dir '/tmp/perfed-{version}-py3-none-any.whl[flower,metrics]' \\
  && useradd --create-home --uid 10001 perfed
-USER perfed
+USER 10001
 WORKDIR /federation
 ENTRYPOINT ["perfed"]
 CMD ["federation", "serve"]
@@ -54,16 +55,17 @@ CMD ["federation", "serve"]
 
 COMPOSE = """\
 # The coordinator: 'docker compose up --build' in this folder. A site has a folder of its own, in
-# which its kit was unpacked; there: docker run -v $PWD:/federation perfed site start .
+# which its kit was unpacked; 'docker build --tag perfed .' here makes an image for it; there:
+# docker run --volume "$PWD:/federation" perfed site start .
+name: perfed
 services:
   coordinator:
     build: .
-    image: perfed
-    command: ["federation", "serve"]
     volumes:
       - ..:/federation
     ports:
-      - "8443:8443"
+      - '0.0.0.0:8443:8443'  # sites come in from anywhere, with a registered key
+    command: ["federation", "serve"]
     restart: unless-stopped
     healthcheck:
       test: ["CMD", "perfed", "federation", "status"]
@@ -85,19 +87,21 @@ def write_services(folder: Path) -> None:
     (folder / "compose.yaml").write_text(COMPOSE, "utf-8")
 
 
+PANELS = (
+    ("Is it well?", "perfed_run_well", "bool_yes_no"),
+    ("Rounds done", "perfed_rounds_done", "none"),
+    ("Time since the newest round", "time() - perfed_newest_round_seconds", "s"),
+    ("Accuracy", "perfed_accuracy", "percentunit"),
+    ("Accuracy of each site", "perfed_site_accuracy", "percentunit"),
+    ("Time since each site was seen", "time() - perfed_site_seen_seconds", "s"),
+    ("Refused answers of each site", "perfed_site_refused", "none"),
+    ("Bytes in messages", "perfed_message_bytes", "bytes"),
+)
+"""Title, what Prometheus is asked, and Grafana's name of the unit."""
+
+
 def dashboard() -> str:
     """For Grafana: a panel per number, with Prometheus as its source."""
-    panels = [
-        ("Is it well?", "perfed_run_well"),
-        ("Rounds done", "perfed_rounds_done"),
-        ("Seconds since the newest round", "time() - perfed_newest_round_seconds"),
-        ("Accuracy", "perfed_accuracy"),
-        ("Accuracy of each site", "perfed_site_accuracy"),
-        ("Seconds since each site was seen", "time() - perfed_site_seen_seconds"),
-        ("Refused answers of each site", "perfed_site_refused"),
-        ("Bytes in messages", "perfed_message_bytes"),
-    ]
-    source = {"type": "prometheus", "uid": "${source}"}
     return json.dumps(
         {
             "title": "perfed federation",
@@ -108,17 +112,22 @@ def dashboard() -> str:
             "templating": {
                 "list": [{"name": "source", "type": "datasource", "query": "prometheus"}]
             },
-            "panels": [
-                {
-                    "id": number + 1,
-                    "type": "timeseries",
-                    "title": title,
-                    "datasource": source,
-                    "gridPos": {"x": 12 * (number % 2), "y": 8 * (number // 2), "w": 12, "h": 8},
-                    "targets": [{"refId": "A", "expr": query, "datasource": source}],
-                }
-                for number, (title, query) in enumerate(panels)
-            ],
+            "panels": [_panel(number, *panel) for number, panel in enumerate(PANELS)],
         },
         indent=1,
     )
+
+
+def _panel(number: int, title: str, query: str, unit: str) -> dict[str, Any]:
+    source = {"type": "prometheus", "uid": "${source}"}
+    legend = "site {{client}}" if "perfed_site_" in query else title
+    target = {"refId": "A", "expr": query, "legendFormat": legend, "datasource": source}
+    return {
+        "id": number + 1,
+        "type": "timeseries",
+        "title": title,
+        "datasource": source,
+        "gridPos": {"x": 12 * (number % 2), "y": 8 * (number // 2), "w": 12, "h": 8},
+        "fieldConfig": {"defaults": {"unit": unit}, "overrides": []},
+        "targets": [target],
+    }

@@ -31,6 +31,10 @@ from perfed.runs.directory import RunDirectory
 DATABASE = "superlink.db"
 HOME = "flwr-home"
 FIRST_WAIT, LONGEST_WAIT = 2.0, 60.0  # seconds until what has ended is started again
+FORGETS = 120.0
+"""Seconds for which the wait stays short. Flower refuses a site with a key until it has noticed,
+after 50 to 60 seconds, that the one that was killed is gone: a site that waits longer and longer
+would miss rounds after that."""
 WELL = 300.0  # seconds after which a start counts as one that went well
 LOOKS = 5.0  # seconds between two looks for what is new
 
@@ -60,8 +64,17 @@ class _Kept:
     start: Callable[[], int]
     pid: int = 0
     began: float = 0.0
+    failing: float = 0.0
+    """Since when it ends again and again."""
     wait: float = FIRST_WAIT
     again: float = 0.0
+
+    def lengthen_wait(self, now: float) -> None:
+        """It has ended: how long until it is started again."""
+        if not self.failing or now - self.began > WELL:
+            self.failing, self.wait = now, FIRST_WAIT
+        elif now - self.failing > FORGETS:
+            self.wait = min(2 * self.wait, LONGEST_WAIT)
 
 
 class Services:
@@ -108,11 +121,9 @@ class Services:
         now = time.monotonic()
         for kept in self._kept:
             if kept.pid in ended:
-                if now - kept.began > WELL:
-                    kept.wait = FIRST_WAIT
+                kept.lengthen_wait(now)
                 code, kept.pid, kept.again = ended[kept.pid], 0, now + kept.wait
                 say(f"{kept.name} {_end(code)}; it is started again in {kept.wait:g} s")
-                kept.wait = min(2 * kept.wait, LONGEST_WAIT)
             elif kept.again and now >= kept.again:
                 self._start(kept)
         return ended

@@ -53,7 +53,8 @@ PATIENCE = 5.0  # seconds that a program has to end by itself
 
 
 class Warm:
-    """The process that is forked. It must not start a thread: none of them would be in a fork."""
+    """The process that is forked. It must not start a thread: none of them would be in a fork. Nor
+    may it ask for a GPU, be it whether there is one: CUDA would then work in no fork."""
 
     def __init__(self, programs: Mapping[str, Callable[[], object]] | None = None) -> None:
         import gc

@@ -7,7 +7,7 @@ PDF. A function here returns None where the runs have not recorded what it would
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 TIPS_ON_A_CURVE = 60
 NAMED = 4  # methods in a caption; of more, the chart itself must tell
+LEAST_SHARE = 0.01  # of probability, of a class that an answer is said to name
 PHASES = ("broadcast", "clients", "merge", "evaluate")
 GAIN, LOSS, EVEN = theme.COLOURS[4], theme.COLOURS[6], theme.COLOURS[0]
 NO_METHOD = theme.GROUPS[4]  # the colour of what belongs to no method, or to all of them
@@ -61,6 +62,7 @@ def _candidates(runs: Sequence[Run], curves: Sequence[Series]) -> Iterator[Chart
         yield cluster_membership(run, number)
         yield centroid_similarity(run, number)
     yield labels_per_client(runs)
+    yield classes_heard(runs)
     yield time_by_phase(runs)
 
 
@@ -357,13 +359,20 @@ def cluster_membership(run: Run, number: int) -> Chart | None:
         axes.plot([], [], "s", color=theme.group_colour(cluster), label=letter(cluster))
     theme.legend(figure, axes, min(found.count, 6))
     again, same = found.returns()
+    did = (
+        "it answered and the coordinator put its answer into that cluster (which one it chose "
+        "itself, only the site knows); pale: until it answers again"
+        if found.by_server
+        else "it was selected and chose that cluster; pale: until it is selected again"
+    )
     chart.caption = (
-        "Each row is a client. Strong colour: the round in which it was selected and chose that "
-        f"cluster; pale: until it is selected again. Last seen in {listed(_populations(found))}."
+        f"Each row is a client. Strong colour: the round in which {did}. "
+        f"Last seen in {listed(_populations(found))}."
     )
     if again:
         chart.caption += (
-            f" In the second half of the run a client that came back chose its cluster of before "
+            " In the second half of the run a client that came back "
+            f"{'was in' if found.by_server else 'chose'} its cluster of before "
             f"in {same} of {again} cases ({100 * same / again:.0f} %)."
         )
     if found.traced:
@@ -434,39 +443,94 @@ def labels_per_client(runs: Sequence[Run]) -> Chart | None:
     if run is None:
         return None
     counts = np.array([client["labels"]["train"] for client in run.clients if client])
-    clients, classes = counts.shape
+    several = len({repr(other.clients_setting) for other in runs}) > 1
+    whose = run.title if several else f"seed {run.seed}"
+    chart = _bubbles(
+        "labels",
+        f"Training labels of each client: {whose}",
+        run,
+        dict(enumerate(counts)),
+        lambda client, label, amount: (
+            f"{run.client_name(client)}: {amount} of label {label}\n"
+            f"{counts[client].sum()} training samples in all"
+        ),
+    )
+    classes, held, sizes = counts.shape[1], (counts > 0).sum(1), counts.sum(1)
+    chart.caption = (
+        f"The area of a bubble is how many training samples of a label a client has, at most "
+        f"{counts.max()}; clients are sorted by their commonest label. A client has from "
+        f"{sizes.min()} to {sizes.max()} training samples, {np.median(sizes):g} in the middle, and "
+        f"from {held.min()} to {held.max()} of the {classes} labels, {np.median(held):g} in the "
+        "middle."
+    )
+    if len({other.seed for other in runs}) > 1:
+        chart.caption += " Another seed divides the data in another way."
+    return chart
+
+
+def classes_heard(runs: Sequence[Run]) -> Chart | None:
+    """Of the sites of a federation, whose labels nobody else knows."""
+    run = next((run for run in runs if run.classes_heard), None)
+    if run is None:
+        return None
+    shares = {client: np.array(own) for client, own in run.classes_heard.items()}
+    chart = _bubbles(
+        "heard",
+        f"Classes that each site's answers name: {run.title}",
+        run,
+        {client: np.where(own < LEAST_SHARE, 0, own) for client, own in shares.items()},
+        lambda client, label, share: f"{run.client_name(client)}: {_percent(share)} class {label}",
+    )
+    chart.figure.axes[0].set_ylabel("class")
+    named = [int((own >= LEAST_SHARE).sum()) for own in shares.values()]
+    chart.caption = (
+        "What the coordinator knows of the sites' labels. The area of a bubble is the share of "
+        "probability that a site's newest answer gives to a class, on average over the public set, "
+        f"where it is at least {100 * LEAST_SHARE:g} %; clients are sorted by the class that they "
+        f"name most. An answer names from {min(named)} to {max(named)} of the "
+        f"{len(next(iter(shares.values())))} classes. What labels a site really has stays there."
+    )
+    return chart
+
+
+def _bubbles(
+    name: str,
+    title: str,
+    run: Run,
+    rows: Mapping[int, np.ndarray],
+    words: Callable[[int, str, Any], str],
+) -> Chart:
+    """How much of each class a client has, by the client's place in ``run.clients``."""
+    who, amounts = list(rows), np.array(list(rows.values()))
+    clients, classes = amounts.shape
     names = [_short(name, 16) for name in run.class_names] or list(map(str, range(classes)))
     left = 0.4 + 0.07 * max(map(len, names))
     figure, axes = theme.canvas(0.75 + min(2.6, 0.22 * classes + 0.2), left=left)
-    several = len({repr(other.clients_setting) for other in runs}) > 1
-    whose = run.title if several else f"seed {run.seed}"
-    chart = Chart("labels", f"Training labels of each client: {whose}", figure)
-    centre = counts @ np.arange(classes) / np.maximum(counts.sum(1), 1)
-    order = sorted(range(clients), key=lambda client: (counts[client].argmax(), centre[client]))
-    places, labels = np.nonzero(counts[order])
-    amounts = counts[order][places, labels]
+    chart = Chart(name, title, figure)
+    totals = amounts.sum(1)
+    centre = amounts @ np.arange(classes) / np.where(totals > 0, totals, 1)
+    order = sorted(range(clients), key=lambda row: (amounts[row].argmax(), centre[row]))
+    places, labels = np.nonzero(amounts[order])
+    shown = amounts[order][places, labels]
     across = 72 * (theme.WIDTH - 0.6) / clients  # points that a client has in width
     largest = min(max(across * 1.8, 6.0), 13.0) ** 2
+    texts = [
+        words(who[order[place]], names[label], amount)
+        for place, label, amount in zip(places, labels, shown, strict=True)
+    ]
     axes.scatter(
         places,
         labels,
-        s=np.maximum(largest * amounts / amounts.max(), 1.5),
+        s=np.maximum(largest * shown / shown.max(), 1.5),
         color=NO_METHOD,
         alpha=0.65,
         lw=0,
         clip_on=False,
-        gid=chart.tip(
-            [
-                f"{run.client_name(order[place])}: {amount} of label {names[label]}\n"
-                f"{counts[order[place]].sum()} training samples in all"
-                for place, label, amount in zip(places, labels, amounts, strict=True)
-            ]
-        ),
+        gid=chart.tip(texts),
     )
     if clients <= 40:
-        axes.set_xticks(
-            range(clients), [str(run.numbers[place]) for place in order], fontsize=6, rotation=90
-        )
+        numbers = [str(run.numbers[who[row]]) for row in order]
+        axes.set_xticks(range(clients), numbers, fontsize=6, rotation=90)
     else:
         axes.set_xticks([])
     if classes <= 20:
@@ -474,16 +538,6 @@ def labels_per_client(runs: Sequence[Run]) -> Chart | None:
     axes.set(
         xlabel="client", ylabel="label", xlim=(-0.8, clients - 0.2), ylim=(-0.7, classes - 0.3)
     )
-    held, sizes = (counts > 0).sum(1), counts.sum(1)
-    chart.caption = (
-        f"The area of a bubble is how many training samples of a label a client has, at most "
-        f"{amounts.max()}; clients are sorted by their commonest label. A client has from "
-        f"{sizes.min()} to {sizes.max()} training samples, {np.median(sizes):g} in the middle, and "
-        f"from {held.min()} to {held.max()} of the {classes} labels, {np.median(held):g} in the "
-        "middle."
-    )
-    if len({other.seed for other in runs}) > 1:
-        chart.caption += " Another seed divides the data in another way."
     return chart
 
 

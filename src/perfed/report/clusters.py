@@ -27,6 +27,8 @@ class Membership:
     overlaps: dict[int, list[list[float]]]
     """How alike the centroids formed at the end of a round were."""
     networks: int
+    by_server: bool = False
+    """Whether it is the server that put clients there: what they chose stays at their sites."""
 
     @property
     def traced(self) -> bool:
@@ -45,27 +47,20 @@ class Membership:
 
 
 def membership(run: Run) -> Membership | None:
-    """None where clients record no cluster: in most methods, and at the sites of a federation,
-    which keep it to themselves."""
-    places = {number: place for place, number in enumerate(run.numbers)}
-    recorded = {
-        line["round"]: {
-            places[client]: int(cluster)
-            for client, cluster in zip(
-                line["clients"], line["client_state"]["cluster"], strict=True
-            )
-            if client in places
-        }
-        for line in run.rounds
-        if "cluster" in line.get("client_state", {})
-    }
+    """None where no cluster is recorded, as in most methods."""
+    recorded = _chosen(run)
+    by_server = not recorded
+    recorded = recorded or _heard(run)
     if not recorded:
         return None
     ids, overlaps = _traced(run)
+    # A client chooses among the centroids that the server has formed before, and the server puts it
+    # to one of those that it has formed with it.
+    formed = 1 if by_server else 0
     choices: dict[int, dict[int, int]] = {client: {} for client in range(len(run.clients))}
     for round, clusters in recorded.items():
         for client, cluster in clusters.items():
-            choices[client][round] = ids[round][cluster] if ids else cluster
+            choices[client][round] = ids[round + formed][cluster] if ids else cluster
     often = Counter(cluster for chosen in choices.values() for cluster in chosen.values())
     known = {cluster for those in ids.values() for cluster in those} | set(often)
     names = {old: new for new, old in enumerate(sorted(known, key=lambda c: (-often[c], c)))}
@@ -84,7 +79,33 @@ def membership(run: Run) -> Membership | None:
         ids={round: [names[cluster] for cluster in those] for round, those in ids.items()},
         overlaps=overlaps,
         networks=len(set(networks)),
+        by_server=by_server,
     )
+
+
+def _chosen(run: Run) -> dict[int, dict[int, int]]:
+    """By round and place: the cluster that each selected client chose, in a simulation."""
+    places = {number: place for place, number in enumerate(run.numbers)}
+    return {
+        line["round"]: {
+            places[client]: int(cluster)
+            for client, cluster in zip(
+                line["clients"], line["client_state"]["cluster"], strict=True
+            )
+            if client in places
+        }
+        for line in run.rounds
+        if "cluster" in line.get("client_state", {})
+    }
+
+
+def _heard(run: Run) -> dict[int, dict[int, int]]:
+    """By round and client: the cluster in which the coordinator of a federation saw it."""
+    return {
+        line["round"]: {int(client): int(c) for client, c in line["heard"]["cluster"].items()}
+        for line in run.rounds
+        if "cluster" in line.get("heard", {})
+    }
 
 
 def _traced(run: Run) -> tuple[dict[int, list[int]], dict[int, list[list[float]]]]:

@@ -16,7 +16,7 @@ from perfed.core.algorithm import Algorithm
 from perfed.core.errors import RunError
 from perfed.runs.comparison import FILE as COMPARISON_FILE
 from perfed.runs.comparison import read_comparison, run_name
-from perfed.runs.directory import FAILED, LOCK, RunDirectory
+from perfed.runs.directory import FAILED, FEDERATION, LOCK, RunDirectory
 from perfed.runs.result import Result, headline_kind, part_size
 from perfed.runs.settings import flat
 
@@ -111,9 +111,24 @@ class Run:
         return list(self.partition.get("numbers", range(len(self.clients))))
 
     @property
+    def is_federation(self) -> bool:
+        """Of sites, whose data is nobody else's; not a simulation."""
+        return (self.path / FEDERATION).is_file()
+
+    @property
     def knows_labels(self) -> bool:
         """Of every client; of the sites of a federation only the sites know."""
         return bool(self.clients) and all(client and "labels" in client for client in self.clients)
+
+    @cached_property
+    def classes_heard(self) -> dict[int, list[float]]:
+        """By client: how much of each class its newest answer names, as the coordinator of a
+        federation sees it; empty elsewhere."""
+        newest: dict[int, list[float]] = {}
+        for line in self.rounds:
+            told = line.get("heard", {}).get("classes", {})
+            newest |= {int(client): shares for client, shares in told.items()}
+        return dict(sorted(newest.items()))
 
     @property
     def class_names(self) -> list[str]:

@@ -15,7 +15,6 @@ from perfed.report import gather, theme
 from perfed.report.charts import Chart, charts
 from perfed.report.document import details, document, figures_html, line_mark, table_card
 from perfed.report.gather import Run, Series
-from perfed.runs.directory import FEDERATION
 from perfed.runs.tables import HEADER, against_local, cells, footnote, quantity, rows, standing
 
 RELOAD_SECONDS = 4
@@ -125,7 +124,7 @@ def _about(report: Report) -> str:
         _same(_clients(e) for e in experiments),
         _same(f"{e.clients_per_round} selected a round" for e in experiments),
         _same(f"{e.rounds} rounds" for e in experiments),
-        _same(f"{e.data.label()} divided by {e.partition.label()}" for e in experiments),
+        _same(_data(run) for run in report.runs),
         _same(f"shifted by {e.shift.label()}" if e.shift else "" for e in experiments),
         _seeds(report.runs) if len(by_seeds) == 1 else "",
     ]
@@ -145,6 +144,13 @@ def _clients(experiment: Experiment) -> str:
     if not partition.leaves_out_small():
         return text
     return f"of {text} those with at least {partition.minimum_size()} samples"
+
+
+def _data(run: Run) -> str:
+    if run.is_federation:
+        return "each site has its own data"
+    experiment = run.result.experiment
+    return f"{experiment.data.label()} divided by {experiment.partition.label()}"
 
 
 def _seeds(runs: Sequence[Run]) -> str:
@@ -203,7 +209,7 @@ def _progress(run: Run) -> str:
 
 
 def _way_on(run: Run, paths: Sequence[Path]) -> str:
-    if (run.path / FEDERATION).is_file():
+    if run.is_federation:
         return f"To go on with {run.path}, start its coordinator again."
     whole = run.path if run.path in paths else run.path.parent  # the comparison it is of
     return f"To go on: perfed run --resume {whole}"

@@ -415,6 +415,10 @@ class Coordinator(ABC):
             state = self.algorithm.merge(server, before, gathered)
         self.progress.state = self._checked_state("merge", state)
         self.progress.link = link
+        self._describe(before, state, gathered)
+
+    def _describe(self, before: Tree, state: Tree, replies: Sequence[Reply]) -> None:
+        """For the round's line: what came of these replies."""
         self._described = self.algorithm.describe(before, state)
 
     def _there(self, round: int) -> int:
