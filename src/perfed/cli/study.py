@@ -81,10 +81,12 @@ def study(
     precision: PrecisionOption = "auto",
     checkpoint_seconds: CheckpointOption = Execution.checkpoint_seconds,
 ) -> None:
-    """Methods × settings × seeds: one page of tables and figures, with paired intervals.
+    """Compare methods in several settings: one page of tables and figures.
 
-    The same command goes on where it was stopped, and shows what there is so far; --seconds 0 only
-    shows it. Shards may run on several machines: copy their records/ into one folder.
+    Runs methods × settings × seeds. Differences come with intervals and tests.
+
+    The same command goes on where it was stopped, and shows what there is so far. With --seconds 0
+    it only shows. Shards may run on several machines: copy their records/ into one folder.
     """
     values = overridden(file, set_ or (), STUDIES, link or ())
     planned = design(values)
