@@ -110,12 +110,16 @@ def study(
     outcome = Outcome(planned, conduct.everything())
     chosen = conduct.write_choices(outcome.found)
     page = StudyPage(outcome)
-    files = page.write(conduct.folder)
+    page.write(conduct.folder)
     for kind in figures or ():
-        files += page.write_figures(conduct.folder / "figures", kind)
+        page.write_figures(conduct.folder / "figures", kind)
     if as_json:
         print_json(outcome.values())
         return
     print_tables(list(page.tables.values()))
-    print(f"page: {conduct.folder / NAME}.html\ntrials: {chosen}")
-    print(f"files: {len(files)} in {conduct.folder} (Markdown, LaTeX, CSV)")
+    folder = conduct.folder
+    print(f"page: {folder / NAME}.html\ntables: {folder / 'latex'}, {folder / 'csv'}")
+    if figures:
+        print(f"figures: {folder / 'figures'}")
+    if planned.tuning:
+        print(f"trials: {chosen}")
