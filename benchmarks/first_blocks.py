@@ -71,4 +71,36 @@ def chaos() -> str:
     return "\n".join([*lines, "", machine(record["environment"])])
 
 
-BLOCKS = {"first-look": first_look, "chaos": chaos}
+def first_example() -> str:
+    local, taught = (result(f"first_example_{name}") for name in ("local", "perfed-ckt"))
+    rates = local["grid"]["training.learning_rate"]
+    some, everybody = taught["grid"]["clients_per_round"]
+    default = 2.0  # λ of PerFed-CKT
+    columns = {
+        "local training": (local, {}),
+        f"PerFed-CKT, {some} clients a round": (taught, {"clients_per_round": some}),
+        f"PerFed-CKT, all {everybody}": (taught, {"clients_per_round": everybody}),
+    }
+    lines = [f"| learning rate | {' | '.join(columns)} |", "|---:|" + "---:|" * len(columns)]
+    for rate in rates:
+        cells = []
+        for record, choice in columns.values():
+            wanted = {"training.learning_rate": rate, **choice}
+            if record is taught:
+                wanted["algorithm.weight"] = default
+            cells.append(f"{_validation(record, wanted):.1f}")
+        lines.append(f"| {rate:g} | {' | '.join(cells)} |")
+    seeds, rounds = local["seeds"], local["config"]["rounds"]
+    note = (
+        f"Mean validation accuracy in %, after {rounds} rounds, λ = {default:g}, seeds "
+        f"{', '.join(map(str, seeds))}. Other λ are in the record. {machine(local['environment'])}"
+    )
+    return "\n".join([*lines, "", note])
+
+
+def _validation(record: dict[str, Any], choice: dict[str, float]) -> float:
+    found = next(trial for trial in record["trials"] if trial["choice"] == choice)
+    return 100 * statistics.mean(found["validation_accuracy"])
+
+
+BLOCKS = {"first-look": first_look, "first-example": first_example, "chaos": chaos}

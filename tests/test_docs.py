@@ -12,6 +12,8 @@ import pytest
 import yaml
 
 import perfed
+from perfed.algorithms.perfed_ckt import PerFedCKT
+from perfed.config import Comparison, parse
 from perfed.core.schema import to_mapping
 from perfed.flower import initialise
 from perfed.flower.agreement import Agreement
@@ -20,6 +22,7 @@ from tests import warm
 from tests.pages import blocks, play
 
 ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 PAGES = ["README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md"))]
@@ -61,6 +64,27 @@ def test_every_block_of_a_page_runs(
 
 def test_home_has_the_example_of_the_readme() -> None:
     assert code("docs/index.md", "python") == code("README.md", "python")[:1]
+
+
+def test_the_example_is_what_validation_chose() -> None:
+    """Its rate is the best one for local training, its clients a round the best for PerFed-CKT."""
+
+    def best(method: str, **fixed: float) -> dict[str, float]:
+        record = json.loads((RESULTS / f"first_example_{method}.json").read_text("utf-8"))
+        assert min(record["seeds"]) >= 1000  # none that results are shown of
+        trials = [t for t in record["trials"] if fixed.items() <= t["choice"].items()]
+        chosen: dict[str, float] = max(trials, key=lambda t: sum(t["validation_accuracy"]))[
+            "choice"
+        ]
+        return chosen
+
+    shown = parse(yaml.safe_load(code("README.md", "yaml")[0]))
+    assert isinstance(shown, Comparison)
+    example = shown.experiment
+    rate = example.training.learning_rate
+    assert best("local")["training.learning_rate"] == rate
+    default = {"training.learning_rate": rate, "algorithm.weight": PerFedCKT().weight}
+    assert best("perfed-ckt", **default)["clients_per_round"] == example.clients_per_round
 
 
 def assert_that_it_works(result: perfed.ComparisonResult) -> None:

@@ -1,5 +1,6 @@
 """The notebooks in ``examples/`` run as they are, and show what they have stored."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from tests.notebook import execute
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SAYS = {
-    "idea": ["perfed-ckt (c=3, λ=1)", "weights instead", "image/png"],
+    "idea": ["perfed-ckt (c=3, λ=2)", "weights instead", "image/png"],
     "own_data": ["perfed-kin (λ=2)", "Against local"],
     "own_method": ["soft-neighbours (λ=1)", "local "],
     "study": ["study.html", "label skew"],
@@ -42,10 +43,29 @@ def test_a_notebook_runs_top_to_bottom_and_shows_what_it_has_stored(
     assert list(tmp_path.iterdir()) == []  # it tidies up after itself
 
 
-def shown(notebook: Any) -> list[list[tuple[str, list[str]]]]:
-    """The kinds of what each cell shows."""
+def shown(notebook: Any) -> list[list[tuple[str, list[str], set[str]]]]:
+    """Of each cell, the kinds of what it shows, and the words in it."""
     return [
-        [(output.output_type, sorted(output.get("data", ()))) for output in cell.outputs]
+        [
+            (output.output_type, sorted(output.get("data", ())), words_of(output))
+            for output in cell.outputs
+        ]
         for cell in notebook.cells
         if cell.cell_type == "code"
     ]
+
+
+def words_of(output: Any) -> set[str]:
+    """Those of plain text. Numbers, and what is made of them, are left out."""
+    text = output.get("text") or output.get("data", {}).get("text/plain", "")
+    return set(re.findall(r"(?<![\w-])[a-z]{3,}(?![\w-])", text))
+
+
+def test_stale_words_are_noticed() -> None:
+    """The comparison itself: numbers may change, words may not."""
+    old, same, new = (
+        nbformat.v4.new_output("stream", text=text)
+        for text in ("test over clients: p 0.03", "test over clients: p 0.13", "test over seeds")
+    )
+    assert words_of(old) == words_of(same) == {"test", "over", "clients"}
+    assert words_of(old) != words_of(new)

@@ -53,7 +53,7 @@ def test_captions_hold_the_numbers_of_the_runs(
     for label in ("fedavg", "perfed-ckt (c=2, λ=1)", "hypcluster (c=2)"):
         gains = (ends[label] - ends["local"]).to_numpy()  # aligned by seed and client
         gaining, losing = (gains > HARM / 100).sum(), (gains < -HARM / 100).sum()
-        said = f"{label}: {gaining} of 18 clients gain, {losing} lose; "
+        said = f"{label}: {gaining} of 18 clients gain, {losing} lose, "
         assert said + f"{100 * gains.mean():+.1f}".replace("-", "−") in drawn["gains"].caption
     assert f"more than {HARM:g} points above" in drawn["gains"].caption
 

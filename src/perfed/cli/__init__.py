@@ -30,7 +30,10 @@ from perfed.cli.options import DeviceOption, JsonOption, print_json
 from perfed.core.errors import PerfedError
 
 app = typer.Typer(
-    help="Personalized federated learning for clients that differ in data and in model.",
+    help=(
+        "Personalized federated learning for clients that differ in data and in model.\n\n"
+        "Begin with 'perfed run': an example, a minute on a laptop, no download."
+    ),
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -64,7 +67,7 @@ app.add_typer(federation.site, name="site")
 
 @app.command()
 def bench(device: DeviceOption = "auto", as_json: JsonOption = False) -> None:
-    """Time the engines on the same work: a minute or two."""
+    """Time the engines on this machine, on the same work: a minute or two."""
     result = timing.bench(device)
     if as_json:
         print_json(result, indent=1)

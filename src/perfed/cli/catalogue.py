@@ -37,7 +37,7 @@ def list_(
         ),
     ] = None,
 ) -> None:
-    """What there is to choose from, with every option and its default."""
+    """Show what there is to choose from, with every option and its default."""
     registries: dict[str, Registry[Any]] = {
         "algorithms": perfed.algorithms,
         "models": perfed.architectures,

@@ -22,7 +22,7 @@ def explain(
         ),
     ] = None,
 ) -> None:
-    """What a key of a configuration means, what it may be, and its default."""
+    """Say what a key of a configuration means, what it may be, and its default."""
     print("\n".join(explanation.overview() if key is None else explanation.explain(key)))
 
 

@@ -62,7 +62,7 @@ def list_(
         Path | None, typer.Argument(help="Default: $PERFED_DATA or ~/.cache/perfed.")
     ] = None,
 ) -> None:
-    """Which sets are there, where, how many images, and from which source."""
+    """Show which sets are there, where, how many images, and from which source."""
     root = _root(folder)
     for wanted in IMAGE_SETS.values():
         print(_state(wanted, root))

@@ -13,6 +13,6 @@ from perfed import doctor as examination
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON only.")] = False,
 ) -> None:
-    """What this machine and installation can do, and what is missing for what."""
+    """Show what this machine and installation can do, and what is missing for what."""
     report = examination.examine()
     print(json.dumps(report, indent=1) if as_json else examination.render(report))

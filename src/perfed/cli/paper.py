@@ -113,7 +113,7 @@ def reproduce(
     precision: PrecisionOption = "auto",
     checkpoint_seconds: CheckpointOption = Execution.checkpoint_seconds,
 ) -> None:
-    """Make a result of the paper again, beside the paper's own numbers.
+    """Make a result of the paper again, and show it beside the paper's own numbers.
 
     The tables are many runs. The same command goes on where it was stopped, and shows what there
     is so far; --seconds 0 only shows it. Shards may run on several machines: copy their records/
@@ -243,7 +243,10 @@ def tune(
     precision: PrecisionOption = "auto",
     checkpoint_seconds: CheckpointOption = Execution.checkpoint_seconds,
 ) -> None:
-    """Search settings by validation accuracy and keep every trial; resumes where it stopped."""
+    """Search settings by validation accuracy.
+
+    Every trial is kept. The same command goes on where it was stopped.
+    """
     values = overridden(file, set_ or (), links=link or ())
     values.pop("seed", None)
     if algorithm:

@@ -41,7 +41,7 @@ def report(
         typer.Option("--watch", help="Update the page while runs go on; it reloads by itself."),
     ] = False,
 ) -> None:
-    """Charts and tables of runs, finished or not, as one HTML file."""
+    """Write charts and tables of runs, finished or not, as one HTML file."""
     out = out or (runs[0] if len(runs) == 1 else Path()) / "report.html"
     for kind in figures or ():
         if kind not in page.FIGURES:
@@ -73,7 +73,10 @@ def export(
         ),
     ] = None,
 ) -> None:
-    """A row per round, and a row per client and round, as files."""
+    """Write the numbers of runs as tables for other programs.
+
+    One file has a row for each round, the other a row for each client and round.
+    """
     folder = out or (runs[0] if len(runs) == 1 else Path()) / "export"
     for file in exporting.export(runs, folder, format):
         print(file)

@@ -70,7 +70,7 @@ def run(
     mlflow: MlflowOption = False,
     wandb: WandbOption = False,
 ) -> None:
-    """Run an experiment; without a FILE, the embedded example (a minute on a laptop).
+    """Run an experiment. Without a FILE, run the example (a minute on a laptop).
 
     Every key of a FILE is explained by 'perfed explain'; 'perfed init' writes one to start from.
     """
@@ -120,8 +120,11 @@ def compare(
     mlflow: MlflowOption = False,
     wandb: WandbOption = False,
 ) -> None:
-    """Run several algorithms with several seeds: one table, mean ± standard deviation; with local
-    training among them a second, of who gains and who loses."""
+    """Compare several algorithms over several seeds, in one table.
+
+    The table has mean ± standard deviation. If local training is one of the algorithms, a second
+    table says who gains and who loses against it.
+    """
     values = overridden(file, set_ or (), links=link or ())
     if algorithm:
         values.pop("algorithm", None)

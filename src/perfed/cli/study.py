@@ -81,10 +81,12 @@ def study(
     precision: PrecisionOption = "auto",
     checkpoint_seconds: CheckpointOption = Execution.checkpoint_seconds,
 ) -> None:
-    """Methods × settings × seeds: one page of tables and figures, with paired intervals.
+    """Compare methods in several settings: one page of tables and figures.
 
-    The same command goes on where it was stopped, and shows what there is so far; --seconds 0 only
-    shows it. Shards may run on several machines: copy their records/ into one folder.
+    Runs methods × settings × seeds. Differences come with intervals and tests.
+
+    The same command goes on where it was stopped, and shows what there is so far. With --seconds 0
+    it only shows. Shards may run on several machines: copy their records/ into one folder.
     """
     values = overridden(file, set_ or (), STUDIES, link or ())
     planned = design(values)
@@ -108,12 +110,16 @@ def study(
     outcome = Outcome(planned, conduct.everything())
     chosen = conduct.write_choices(outcome.found)
     page = StudyPage(outcome)
-    files = page.write(conduct.folder)
+    page.write(conduct.folder)
     for kind in figures or ():
-        files += page.write_figures(conduct.folder / "figures", kind)
+        page.write_figures(conduct.folder / "figures", kind)
     if as_json:
         print_json(outcome.values())
         return
     print_tables(list(page.tables.values()))
-    print(f"page: {conduct.folder / NAME}.html\ntrials: {chosen}")
-    print(f"files: {len(files)} in {conduct.folder} (Markdown, LaTeX, CSV)")
+    folder = conduct.folder
+    print(f"page: {folder / NAME}.html\ntables: {folder / 'latex'}, {folder / 'csv'}")
+    if figures:
+        print(f"figures: {folder / 'figures'}")
+    if planned.tuning:
+        print(f"trials: {chosen}")

@@ -58,7 +58,7 @@ def predict(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """What a trained model says about new files: class, probability, and whether it is sure.
+    """Ask a trained model about new files: class, probability, and whether it is sure.
 
     Samples are prepared as in training: size, colours, scaling, columns.
     """
@@ -109,8 +109,11 @@ def serve(
     sure: SureOption = prediction.SURE,
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8765,
 ) -> None:
-    """A page on this computer: drop a picture and see what the model says, with the federation and
-    alone. Only this computer can open it."""
+    """Serve a page for the browser: drop a picture, and see what the model says.
+
+    If there is also a model that was trained alone, its answer stands beside. Only this
+    computer can open the page.
+    """
     ready = open_model(model, client, kind, network)
     second = None
     if alone is not None:

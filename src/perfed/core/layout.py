@@ -4,50 +4,46 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# What LaTeX takes for a command, and signs that its usual fonts lack.
+GREEK = {
+    "α": "alpha", "β": "beta", "γ": "gamma", "δ": "delta", "ε": "varepsilon", "ζ": "zeta",
+    "η": "eta", "θ": "theta", "ι": "iota", "κ": "kappa", "λ": "lambda", "μ": "mu", "ν": "nu",
+    "ξ": "xi", "π": "pi", "ρ": "rho", "σ": "sigma", "τ": "tau", "υ": "upsilon", "φ": "varphi",
+    "χ": "chi", "ψ": "psi", "ω": "omega", "Γ": "Gamma", "Δ": "Delta", "Θ": "Theta",
+    "Λ": "Lambda", "Ξ": "Xi", "Π": "Pi", "Σ": "Sigma", "Φ": "Phi", "Ψ": "Psi", "Ω": "Omega",
+}  # fmt: skip
+SIGNS = {
+    "±": "pm", "·": "cdot", "‖": "|", "∇": "nabla", "×": "times", "≤": "le", "≥": "ge",
+    "≠": "ne", "≈": "approx", "∞": "infty", "√": "surd", "∝": "propto", "ℓ": "ell",
+    "→": "rightarrow", "←": "leftarrow", "↑": "uparrow", "↓": "downarrow",
+}  # fmt: skip
+RAISED = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "0123456789+-", strict=True))
+# What LaTeX takes for a command, and what its usual fonts lack or print as something else.
 _LATEX = str.maketrans(
     {c: rf"\{c}" for c in "%&#_$"}
+    | {c: f"${c}$" for c in "<>|"}
+    | {c: rf"$\{name}$" for c, name in (GREEK | SIGNS).items()}
+    | {c: f"$^{plain}$" for c, plain in RAISED.items()}
     | {
-        "<": "$<$",  # which the usual fonts print as a turned exclamation mark
-        ">": "$>$",
         "\\": r"\textbackslash{}",
         "{": r"\{",
         "}": r"\}",
         "^": r"\^{}",
         "~": r"\~{}",
         "…": r"\dots{}",
-        "±": r"$\pm$",
         "−": r"$-$",
         "–": "--",
-        "·": r"$\cdot$",
-        "‖": r"$\|$",
-        "∇": r"$\nabla$",
-        "Φ": r"$\Phi$",
-        "η": r"$\eta$",
-        "λ": r"$\lambda$",
-        "τ": r"$\tau$",
-        "μ": r"$\mu$",
-        "α": r"$\alpha$",
-        "β": r"$\beta$",
-        "ν": r"$\nu$",
-        "σ": r"$\sigma$",
-        "υ": r"$\upsilon$",
-        "θ": r"$\theta$",
-        "²": r"$^2$",
-        "⁷": r"$^7$",
-        "×": r"$\times$",
-        "≤": r"$\le$",
-        "≥": r"$\ge$",
-        "→": r"$\to$",
         "ŵ": r"$\hat w$",
         "\u0304": "",  # the bar over s
     }
 )
+PACKAGES = r"\usepackage{booktabs,graphicx}"
+_MINUS = re.compile(r"(?<![\w.)])-(?=\d)")  # a hyphen is too short for one
 
 
 @dataclass(frozen=True)
@@ -90,38 +86,56 @@ class Table:
 
     def markdown(self) -> str:
         marks = ["---" if column < self.names else "---:" for column in range(len(self.header))]
-        lines = [self.header, marks, *self._rows("**{}**".format)]
+        lines = [self.header, marks, *self._rows("**{}**".format, _markdown)]
         body = "\n".join(f"| {' | '.join(line)} |" for line in lines)
         title = f"**{self.title}**" if self.title else ""
         return _paragraphs(title, body, self.note)
 
     def latex(self) -> str:
-        """A ``tabular`` with the rules of booktabs, in a ``table`` with its title as caption."""
+        """A ``tabular`` with the rules of booktabs, in a ``table`` with its title as caption.
+
+        What is wider than the text is made smaller.
+        """
         columns = "l" * self.names + "r" * (len(self.header) - self.names)
         rows = self._rows(r"\textbf{{{}}}".format, _latex)
-        lines = [" & ".join(line) + r" \\" for line in (map(_latex, self.header), *rows)]
+        lines = [_latex_line(line) for line in (map(_latex, self.header), *rows)]
         lines.insert(1, r"\midrule")
         caption = " ".join(f"{self.title}.".split()).strip(" .")
         note = " ".join(self.note.split())
         return "\n".join(
             [
                 r"\begin{table}\centering\small",
-                *([rf"\caption{{{_latex(caption)}.}}"] if caption else []),
+                *([rf"\caption{{{_latex(caption)}.}}\smallskip"] if caption else []),
+                r"\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{%",
                 rf"\begin{{tabular}}{{@{{}}{columns}@{{}}}}\toprule",
                 *lines,
-                r"\bottomrule\end{tabular}",
+                r"\bottomrule\end{tabular}}",
                 *([rf"\par\smallskip\footnotesize\raggedright {_latex(note)}"] if note else []),
                 r"\end{table}",
             ]
         )
 
 
+def _markdown(text: str) -> str:
+    return text.replace("|", r"\|")
+
+
+def _latex_line(cells: Iterable[str]) -> str:
+    """A line that begins with a bracket or a star would be read as part of the one before."""
+    line = " & ".join(cells) + r" \\"
+    return f"{{}}{line}" if line[0] in "[*" else line
+
+
 def _latex(text: str) -> str:
-    return text.translate(_LATEX)
+    """Letters of other alphabets stay as they are: LuaLaTeX has fonts for them."""
+    parts = _MINUS.sub("−", text).split("--")  # two hyphens would become a dash
+    return "-{}-".join(part.translate(_LATEX) for part in parts)
 
 
 def _wrapped(note: str, width: int) -> list[str]:
-    return [piece for line in note.splitlines() for piece in textwrap.wrap(line, width)]
+    """A new line only where a sentence ends."""
+    lines = re.sub(r"(?<![.:])\n", " ", note).splitlines()
+    return [piece for line in lines for piece in textwrap.wrap(line, width)]
 
 
 def _paragraphs(*parts: str) -> str:
@@ -137,8 +151,8 @@ def markdown(tables: Iterable[Table]) -> str:
 
 
 def latex(tables: Iterable[Table]) -> str:
-    """Paragraphs for a document that uses booktabs."""
-    return "% needs \\usepackage{booktabs}\n" + "\n\n".join(table.latex() for table in tables)
+    """Paragraphs for a document that uses booktabs and graphicx."""
+    return "\n\n".join([f"% needs {PACKAGES}", *(table.latex() for table in tables)])
 
 
 def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -308,22 +308,19 @@ def gains(curves: Sequence[Series]) -> Chart | None:
             gid=chart.tip([text for _, _, text in pairs]),
             clip_on=False,
         )
-        thirds = _by_size(sizes, gained)
-        for low, high, mean in thirds:
+        for low, high, mean in _by_size(sizes, gained):
             axes.plot([low, high], [mean, mean], color=theme.INK, lw=2, solid_capstyle="butt")
         plain_log(axes)
         axes.set_title(_short(curve.label))
         text = (
             f"{curve.label}: {(gained > HARM).sum()} of {len(gained)} clients gain, "
-            f"{(gained < -HARM).sum()} lose; {_points(gained.mean())} points on average, "
-            f"{_points(thirds[0][2])} for the third with the fewest samples, "
-            f"{_points(thirds[-1][2])} for the third with the most"
+            f"{(gained < -HARM).sum()} lose, {_points(gained.mean())} points on average"
         )
         words.append((float(gained.mean()), text))
     chart.caption = (
         f"Each dot is a client. It gains (blue) if it is more than {HARM:g} points above its own "
-        f"local model, and loses (vermilion) if it is more than {HARM:g} points below; a bar is "
-        "the mean of a third of the clients. "
+        f"local model, and loses (vermilion) if it is more than {HARM:g} points below. "
+        "A bar is the mean of a third of the clients: those with the fewest samples on the left. "
         f"{_highest_and_lowest(words, '. ', same_data(curves))}."
     )
     return chart
