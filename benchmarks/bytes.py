@@ -84,8 +84,8 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-def probability(bits: int) -> dict[str, Any]:
-    return {"name": "probability-bits", "bits": bits}
+def probability(bits: int, log_bits: int | None = None) -> dict[str, Any]:
+    return {"name": "probability-bits", "bits": bits, "log_bits": log_bits}
 
 
 def number(bits: int) -> dict[str, Any]:
@@ -123,25 +123,25 @@ WEIGHT_CODECS: dict[str, list[Any]] = {
 CANDIDATES: dict[str, list[Any]] = {
     "float32": [],
     **{
-        f"{bits} bits, {share:g}, numbers in {more}": [
-            probability(bits),
+        f"{bits} and {log_bits} bits, {share:g}": [
+            probability(bits, log_bits),
             some(share),
-            number(more),
+            number(2),
             "deflate",
         ]
-        for bits, share, more in (
-            (2, 1.0, 2),
-            (2, 0.5, 2),
-            (3, 0.5, 2),
-            (3, 1.0, 3),
-            (3, 0.5, 3),
-            (4, 0.5, 3),
-            (4, 0.25, 4),
-            (4, 0.1, 4),
+        for bits, log_bits, share in (
+            (2, 2, 1.0),
+            (2, 2, 0.5),
+            (2, 3, 1.0),
+            (2, 3, 0.5),
+            (3, 3, 1.0),
+            (3, 3, 0.5),
+            (4, 4, 0.5),
+            (4, 4, 0.25),
         )
     },
 }
-"""Bits of a probability, the share of public samples a round, bits of other numbers."""
+"""Bits of a probability and of one whose logarithm is sent, the share of public samples a round."""
 TINY = "tiny"
 
 
