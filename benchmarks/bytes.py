@@ -1,12 +1,13 @@
 """Accuracy against bytes, codec by codec; and how the link 'tiny' was chosen.
 
-    python benchmarks/bytes.py tune       candidates for 'tiny'; half an hour on a core
-    python benchmarks/bytes.py digits     codecs on fresh seeds; half an hour on a core
+    python benchmarks/bytes.py tune       candidates for 'tiny'; quarter of an hour on a core
+    python benchmarks/bytes.py digits     codecs on fresh seeds; quarter of an hour on a core
     python benchmarks/bytes.py cifar --device cuda --precision bf16 --seconds 1500
                                           the same with VGG11 and mixed networks, for a GPU
     python benchmarks/bytes.py paper      one round of the paper's setting, real encodings; a minute
 
-Stopped, each goes on where it was; --seconds says when no new run is begun. 'tune' looks at
+Stopped, each goes on where it was; --seconds says when no new run is begun; --workers 14 shares the
+runs among processes. 'tune' looks at
 validation samples that no method uses (``split.second_validation``), of seeds that are used for
 nothing else. What is found is in benchmarks/results/bytes_*.json.
 """
@@ -17,6 +18,8 @@ import argparse
 import itertools
 import json
 import statistics
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -32,7 +35,7 @@ from perfed.core.tensorfile import encoded_size
 from perfed.core.tree import Weights
 from perfed.core.wire import Link, Stage, stages
 from perfed.models import build_module
-from perfed.runs.study import Record, Study, folder_name, machines
+from perfed.runs.study import Record, Shard, Study, folder_name, machines
 
 TUNING_SEEDS = (1000, 1001, 1002, 1003)
 SEEDS = (30, 31, 32)
@@ -84,8 +87,8 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-def probability(bits: int) -> dict[str, Any]:
-    return {"name": "probability-bits", "bits": bits}
+def probability(bits: int, log_bits: int | None = None) -> dict[str, Any]:
+    return {"name": "probability-bits", "bits": bits, "log_bits": log_bits}
 
 
 def number(bits: int) -> dict[str, Any]:
@@ -123,25 +126,25 @@ WEIGHT_CODECS: dict[str, list[Any]] = {
 CANDIDATES: dict[str, list[Any]] = {
     "float32": [],
     **{
-        f"{bits} bits, {share:g}, numbers in {more}": [
-            probability(bits),
+        f"{bits} and {log_bits} bits, {share:g}": [
+            probability(bits, log_bits),
             some(share),
-            number(more),
+            number(2),
             "deflate",
         ]
-        for bits, share, more in (
-            (2, 1.0, 2),
-            (2, 0.5, 2),
-            (3, 0.5, 2),
-            (3, 1.0, 3),
-            (3, 0.5, 3),
-            (4, 0.5, 3),
-            (4, 0.25, 4),
-            (4, 0.1, 4),
+        for bits, log_bits, share in (
+            (2, 2, 1.0),
+            (2, 2, 0.5),
+            (2, 3, 1.0),
+            (2, 3, 0.5),
+            (3, 3, 1.0),
+            (3, 3, 0.5),
+            (4, 4, 0.5),
+            (4, 4, 0.25),
         )
     },
 }
-"""Bits of a probability, the share of public samples a round, bits of other numbers."""
+"""Bits of a probability and of one whose logarithm is sent, the share of public samples a round."""
 TINY = "tiny"
 
 
@@ -169,15 +172,21 @@ def experiments(
 
 
 def conduct(
-    name: str,
-    wanted: Mapping[tuple[str, str, str, int], Experiment],
-    how: Execution,
-    seconds: float,
+    name: str, wanted: Mapping[tuple[str, str, str, int], Experiment], given: argparse.Namespace
 ) -> None:
     """Run what is missing, and write down what there is."""
     names = {key: folder_name("-".join(map(str, key))) for key in wanted}
     study = Study(ROOT / "runs" / f"bytes-{name}", {names[key]: e for key, e in wanted.items()})
-    study.run(how, seconds=seconds, side_by_side=True)
+    if given.workers > 1 and given.shard is None:
+        one = [sys.executable, __file__, *sys.argv[1:], "--shard"]
+        shards = [f"{number}/{given.workers}" for number in range(1, given.workers + 1)]
+        for process in [subprocess.Popen([*one, shard]) for shard in shards]:
+            process.wait()
+    else:
+        how = Execution(device=given.device, precision=given.precision)
+        study.run(how, shard=given.shard, seconds=given.seconds, side_by_side=True)
+    if given.shard is not None:
+        return
     records = study.records()
     rows = [
         {"setting": setting, "method": method, "codec": codec, "seed": seed, **numbers(records[n])}
@@ -352,8 +361,9 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--precision", default="auto")
     parser.add_argument("--method", help="only this one; without it all are written down")
+    parser.add_argument("--workers", type=int, default=1, help="processes, each with a core")
+    parser.add_argument("--shard", type=Shard.parse, help="1/4, say: what a worker is given")
     given = parser.parse_args()
-    how = Execution(device=given.device, precision=given.precision)
     outputs = {"float32": [], TINY: [], **OUTPUT_CODECS}
     if given.what == "paper":
         paper()
@@ -365,7 +375,7 @@ def main() -> None:
         every = {"perfed-ckt": outputs, "perfed-kin": outputs, "fedavg": WEIGHT_CODECS}
         wanted = experiments(SETTINGS[given.what], every, SEEDS)
     wanted = {key: e for key, e in wanted.items() if given.method in (None, key[1])}
-    conduct(given.what, wanted, how, given.seconds)
+    conduct(given.what, wanted, given)
 
 
 if __name__ == "__main__":

@@ -78,13 +78,18 @@ def all_harm(record: Mapping[str, Any]) -> dict[tuple[str, str, str, float, str]
     return {key: harm(record, rows, row) for key, row in rows.items()}
 
 
+def attacked(record: Mapping[str, Any]) -> list[str]:
+    """The settings in which somebody is hostile; in others nobody is."""
+    return list(dict.fromkeys(row["setting"] for row in record["rows"] if row["attack"]))
+
+
 def at_share(share: float = 0.3) -> str:
     """Methods, without stages and with the preset: over all attacks, and by the worst of them."""
     record = newest()
     found = all_harm(record)
     table = []
-    for setting in record["local"]:
-        table.append([f"**{setting}**", *[""] * 7])
+    for setting in attacked(record):
+        table.append([f"**{setting}**", *[""] * 8])
         for method, title in NAMES.items():
             for stages in ("none", PRESET):
                 by_attack = {
@@ -93,7 +98,7 @@ def at_share(share: float = 0.3) -> str:
                     if (s, m, x, y) == (setting, method, share, stages) and attack != SILENT
                 }
                 worst = min(by_attack, key=lambda attack: by_attack[attack].change)
-                silent = found[setting, method, SILENT, share, stages]
+                silent = found[setting, method, SILENT, share, "none"]
                 mean = _mean(by_attack.values())
                 table.append(
                     [
@@ -105,17 +110,20 @@ def at_share(share: float = 0.3) -> str:
                         f"{by_attack[worst].change:+.1f}",
                         f"{max(one.harmed for one in by_attack.values()):.0f} %",
                         f"{silent.change:+.1f}",
+                        f"{mean.change - silent.change:+.1f}",
                     ]
                 )
     header = (
         *("", "mean change", "harmed", "worst tenth", "worst attack", "its change"),
-        *("most harmed", "if they were silent"),
+        *("most harmed", "if they were silent", "mean against silent"),
     )
     note = (
         f"{100 * share:.0f} % of 20 clients are hostile. Means over attacks, seeds "
         f"{record['seeds']} and honest clients. Change: points against the same run without "
         "hostile clients and without stages. Harmed: more than 2 points below the client's local "
-        "model. Worst tenth: points against local training. A run that ended counts as 0 % "
+        "model. Worst tenth: points against local training. If they were silent: the change "
+        "without stages where hostile clients send nothing; the last column is what their lies "
+        "cost beyond that. A run that ended counts as 0 % "
         f"{_machine(record)}."
     )
     return layout.markdown([Table("", header, table, note)])
@@ -125,7 +133,7 @@ def by_attack(method: str = "perfed-kin", share: float = 0.3) -> str:
     record = newest()
     found = all_harm(record)
     attacks = list(dict.fromkeys(key[2] for key in found if key[2]))
-    places = [(s, stages) for s in record["local"] for stages in ("none", PRESET)]
+    places = [(s, stages) for s in attacked(record) for stages in ("none", PRESET)]
     table = []
     for attack in attacks:
         cells = []
@@ -211,7 +219,7 @@ def figure() -> Figure:
 
     record = newest()
     found = all_harm(record)
-    settings = list(record["local"])
+    settings = attacked(record)
     shares = sorted({key[3] for key in found if key[4] == PRESET})
     with mpl.rc_context(RC):
         drawing = Figure(figsize=(9, 3.1 * len(settings)), layout="constrained")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import perfed
 from perfed.algorithms.robust import Bounded, History, Median, Trimmed
 from perfed.core.algorithm import ClientInfo, Reply
 from perfed.core.channel import Channel
-from perfed.core.declaration import PROBABILITIES, REALS, SAMPLES, Array, Entries
+from perfed.core.declaration import PROBABILITIES, REALS, SAMPLES, Array, Entries, Reals
 from perfed.core.errors import ConfigError
 from perfed.core.message import Message
 from perfed.core.tree import Tree, flatten
@@ -132,6 +133,38 @@ def test_history_of_kinship_by_hand() -> None:
     assert np.delete(share, 3).min() > 0.9
     told = min(samples[3], np.sort(samples)[3])
     assert merged[3].client.samples == max(1, round(share[3] * told))
+
+
+@pytest.mark.attack("hostile-strangers")
+@pytest.mark.parametrize("largest_only", [False, True])
+def test_a_small_group_that_agrees_counts_for_little_if_only_the_largest_is_heard(
+    largest_only: bool,
+) -> None:
+    """Three of nine agree on other labels, and claim much. What they say of public samples stays,
+    for who keeps a table for each kind; the others lose nothing."""
+    declared = SPOKEN | {"gains": Array((2,), Reals(-5, 5))}
+    state: Tree = {}
+    for number in range(3):
+        decisions, _ = world([0] * 6 + [1] * 3, 1.0, number)
+        sent = [
+            replace(reply, message=Message(**reply.message, gains=torch.tensor(gains)))
+            for reply, gains in zip(
+                replies(decisions, [10] * 6 + [1000] * 3, "soft_decisions"),
+                [[0.5, 0.1]] * 6 + [[5.0, 5.0]] * 3,
+                strict=True,
+            )
+        ]
+        stage = History(largest_only=largest_only)
+        merged, state = Link((stage,)).gather(sent, number, state, declared)
+    for reply, heard in zip(sent[:6], merged[:6], strict=True):
+        assert heard.client.samples >= 9
+        assert torch.allclose(heard.message["gains"], reply.message["gains"], atol=0.05)
+    for reply, heard in zip(sent[6:], merged[6:], strict=True):
+        said, now = (r.message["soft_decisions"] for r in (reply, heard))
+        assert torch.allclose(said, now, atol=0.02)
+        assert heard.client.samples == (1 if largest_only else 1000)
+        claimed = float(heard.message["gains"].max())
+        assert claimed < 0.6 if largest_only else claimed == 5
 
 
 @pytest.mark.parametrize("name", ["perfed-kin", "perfed-ckt", "hypcluster", "fedproto"])

@@ -79,6 +79,15 @@ def test_the_array_that_crosses_has_the_bytes_that_the_channel_counts(
     assert crossing == encoded_size(content)
 
 
+@given(st.binary(max_size=50))
+def test_bytes_alone_cross_with_one_byte_more(data: bytes) -> None:
+    message = Message(z=torch.tensor([*data], dtype=torch.uint8))
+    sent = codec.encode(Envelope(Header("round", "r", 0, ""), message))
+    assert len(sent.array_records["message"][""].data) == len(data) + 1
+    assert encoded_size(message.arrays) == len(data) + 1
+    assert torch.equal(codec.decode(through_flower(sent)).message["z"], message["z"])
+
+
 def records(**changes: Any) -> RecordDict:
     good = codec.encode(Envelope(Header("round", "r", 0, ""), Message(x=torch.ones(2))))
     return RecordDict({**good, **changes})
@@ -105,7 +114,7 @@ def test_any_bytes_are_an_envelope_or_refused(header: bytes, payload: bytes) -> 
         records(about=ConfigRecord({"facts": "not json", "refusal": ""})),
         records(message=ArrayRecord({"": Array(np.ones(3))})),
         records(message=with_bytes(b"abc")),
-        records(message=with_bytes(b"\x01" + b"\0" * 7 + b"5")),
+        records(message=with_bytes(b"\x08" + b"\0" * 7 + b"5       ")),
     ],
 )
 def test_what_is_no_envelope_is_refused(wrong: RecordDict) -> None:

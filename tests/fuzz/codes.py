@@ -23,6 +23,8 @@ LINKS: tuple[tuple[str, list[object]], ...] = (
     ("perfed-ckt", [{"name": "top-probabilities", "number": 1}]),
     ("fedavg", ["top-changes"]),
     ("perfed-ckt", ["probability-bits", "deflate"]),
+    ("perfed-kin", [{"name": "probability-bits", "bits": 2}, "cached"]),
+    ("perfed-kin", [{"name": "probability-bits", "bits": 3}, "cached", "number-bits", "deflate"]),
 )
 
 
@@ -35,6 +37,8 @@ class Codes(Target):
         b"|which",
         b"|numbers",
         b"|levels",
+        b"|terms",
+        b"|form",
         b"|gaps",
         b"soft_decisions",
         b'"U8"',

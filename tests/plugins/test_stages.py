@@ -293,12 +293,12 @@ def test_what_the_channel_counts_is_what_is_sent(tmp_path: Path) -> None:
     up: dict[int, int] = {}
     for answer in answers:
         if answer.header.kind == "round":
-            size = len(tensorfile.encode(answer.message.arrays))
+            size = len(tensorfile.encode_message(answer.message.arrays))
             up[answer.header.round] = up.get(answer.header.round, 0) + size
     down: dict[tuple[str, int], int] = {}
     for _, task in through.tasks:
         key = (task.header.kind, task.header.round)
-        size = len(tensorfile.encode(task.message.arrays)) if task.message.arrays else 0
+        size = len(tensorfile.encode_message(task.message.arrays)) if task.message.arrays else 0
         down[key] = down.get(key, 0) + size
     for line in lines(folder / "run", "rounds.jsonl"):
         assert line["traffic"]["down_bytes"] == down["round", line["round"]]

@@ -18,6 +18,7 @@ The middle is the median of each number. Of fewer than three clients there is no
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -100,9 +101,19 @@ class History(Stage):
 
     What is left of a message goes to the middle: the mean of what is heard of the others, or the
     median of each number. Who is not heard at all then says what the others say, for one sample.
+
+    Liars who agree are a small group, and nothing in a round tells them from an honest one. Such a
+    group keeps what it says of public samples, and a method such as PerFed-Kin gives it a table of
+    its own. But in some rounds the group is not found, and its members are heard with all others.
+    With ``largest_only`` being of a small group speaks against a client's number of samples and
+    what it claims, as long as it is not found among the largest again: then liars weigh next to
+    nothing in those rounds. So does an honest minority, which is found less often then.
     """
 
     rate: float = option(1.0, "how much each round counts", gt=0)
+    largest_only: bool = option(
+        False, "whether who is outside of the largest group counts for one sample only"
+    )
 
     directions = ()
 
@@ -122,35 +133,52 @@ class History(Stage):
         now = {str(reply.client.id): _witness(reply, outputs) for reply in replies}
         bank = {**state.get("bank", {}), **now}
         said, kind = heard(bank)
-        speaks = odds(said, kind)
-        elsewhere = kind != kind.bincount().argmax()
+        speaks, apart = odds(said, kind), kind != kind.bincount().argmax()
+        joins = torch.where(apart, -LOUDEST, speaks)
         # Of a small group nobody vouches for anybody: liars who agree would. In a mean of all,
         # another kind has no place.
-        speaks[elsewhere] = -LOUDEST if at.takes_mean else speaks[elsewhere].clamp(max=0)
-        trust = dict(state.get("trust", {}))
-        for name, change in zip(bank, speaks.clamp(-LOUDEST, LOUDEST), strict=True):
-            if name in now:
-                before = trust.get(name, torch.zeros(())).cpu()
-                trust[name] = (before + self.rate * change).clamp(-FOREVER, 0).float()
-        share = torch.stack([trust[name].double().exp() for name in now])
+        speaks[apart] = -LOUDEST if at.takes_mean else speaks[apart].clamp(max=0)
+        trust = self._added(state.get("trust", {}), speaks, bank, now)
+        share = {reply.client.id: _share(trust, reply) for reply in replies}
+        kept, count = {"bank": bank, "trust": trust}, share
+        if self.largest_only and not at.takes_mean:
+            company = self._added(state.get("company", {}), joins, bank, now)
+            count = {r.client.id: min(share[r.client.id], _share(company, r)) for r in replies}
+            kept["company"] = company
         result = {reply.client.id: reply for reply in replies}
-        of = dict(zip(result, share, strict=True))
         # Who is not trusted is not believed a large number of samples either.
         usual = float(torch.tensor([float(r.client.samples) for r in replies]).median())
         for group in alike(replies, fewest=1):
-            few = torch.stack([of[reply.client.id] for reply in group])
-            vectors = vectors_of(group)
+            vectors, moved = vectors_of(group), torch.zeros(len(group), dtype=torch.bool)
             for name, rows in vectors.items():
+                of = share if name == outputs else count
+                few = torch.tensor([of[reply.client.id] for reply in group], dtype=torch.double)
                 weights = few.to(rows)[:, None]
                 middle = (weights * rows).sum(0) / weights.sum().clamp(min=1e-30)
                 vectors[name] = drawn(rows, middle, few)
-            for reply in with_vectors(group, vectors, few < 1):
-                heard_for = float(of[reply.client.id])
+                moved |= few < 1
+            for reply in with_vectors(group, vectors, moved):
+                heard_for = count[reply.client.id]
                 if heard_for < 1:
                     samples = min(usual, reply.client.samples) * heard_for
                     reply = _counting(reply, samples, reply.weight * heard_for, at)
                 result[reply.client.id] = reply
-        return list(result.values()), {"bank": bank, "trust": trust}
+        return list(result.values()), kept
+
+    def _added(
+        self,
+        before: Tree,
+        speaks: Tensor,
+        bank: Mapping[str, object],
+        now: Mapping[str, object],
+    ) -> dict[str, Tensor]:
+        """What speaks for each client in all rounds, with this one for those who are there."""
+        after = dict(before)
+        for name, change in zip(bank, speaks.clamp(-LOUDEST, LOUDEST), strict=True):
+            if name in now:
+                last = after.get(name, torch.zeros(())).cpu()
+                after[name] = (last + self.rate * change).clamp(-FOREVER, 0).float()
+        return after
 
     def _by_distance(self, replies: Sequence[Reply], state: Tree) -> tuple[Sequence[Reply], Tree]:
         result = {reply.client.id: reply for reply in replies}
@@ -274,6 +302,11 @@ def drawn(rows: Tensor, middle: Tensor, share: Tensor) -> Tensor:
     """Each vector as much nearer to the middle as its share is below 1."""
     share = share.to(rows)[:, None]
     return torch.where(share < 1, middle + share * (rows - middle), rows)
+
+
+def _share(speaks: Mapping[str, Tensor], reply: Reply) -> float:
+    """How much of a client is heard, by what speaks for it."""
+    return math.exp(float(speaks[str(reply.client.id)]))
 
 
 def heard(bank: Mapping[str, Mapping[str, Tensor]]) -> tuple[Witnesses, Tensor]:

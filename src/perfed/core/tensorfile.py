@@ -38,6 +38,10 @@ Piece = bytes | memoryview
 _FROM_NAME = {name: dtype for dtype, name in _DTYPES.items()}
 SEAL = "sha256"  # the name of a checksum in a file's metadata
 ABOUT = "perfed"  # and of what the file says of itself
+BYTES = "z"  # the name of a message's only array, if it is bytes
+MARK = b"\x01"
+"""How a message that is bytes alone begins. Any other begins with a header's length, a multiple of
+eight."""
 MALFORMED = (ValueError, KeyError, TypeError, RuntimeError)
 """What :func:`decode` raises where the bytes are not a whole file."""
 
@@ -58,9 +62,11 @@ def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes
 
 
 def encoded_size(tensors: Mapping[str, Tensor]) -> int:
-    """Bytes of the encoding, without making it; no tensors are no message."""
+    """Bytes of :func:`encode_message`, without making it; no tensors are no message."""
     if not tensors:
         return 0
+    if _is_bytes(tensors):
+        return len(MARK) + tensors[BYTES].numel()
     return _encoded_size(tuple((name, t.dtype, t.shape) for name, t in tensors.items()))
 
 
@@ -79,6 +85,26 @@ def encode(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = N
 def _pieces(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> list[Piece]:
     header = _header(tensors, metadata)
     return [len(header).to_bytes(8, "little"), header, *map(_raw, tensors.values())]
+
+
+def _is_bytes(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether a message is nothing but bytes by the name that codecs give them."""
+    only = tensors.get(BYTES)
+    return len(tensors) == 1 and only is not None and (only.dtype, only.ndim) == (torch.uint8, 1)
+
+
+def encode_message(tensors: Mapping[str, Tensor]) -> bytes:
+    """As :func:`encode`; but bytes alone need no header, only a mark."""
+    return b"".join([MARK, _raw(tensors[BYTES])]) if _is_bytes(tensors) else encode(tensors)
+
+
+def decode_message(data: bytes) -> dict[str, Tensor]:
+    """Raises one of ``MALFORMED``."""
+    if data.startswith(MARK):
+        raw = bytearray(data[len(MARK) :])
+        empty = torch.empty(0, dtype=torch.uint8)
+        return {BYTES: torch.frombuffer(raw, dtype=torch.uint8) if raw else empty}
+    return decode(data, MESSAGE)[0]
 
 
 def _raw(tensor: Tensor) -> Piece:

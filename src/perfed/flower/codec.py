@@ -24,7 +24,7 @@ def encode(envelope: Envelope) -> RecordDict:
     records = RecordDict({"about": ConfigRecord(about)})  # every record is a request more
     arrays = envelope.message.arrays
     if arrays:
-        data = tensorfile.encode(arrays)
+        data = tensorfile.encode_message(arrays)
         records["message"] = ArrayRecord({"": Array("uint8", (len(data),), ENCODING, data)})
     return records
 
@@ -44,7 +44,7 @@ def decode(records: RecordDict, most: int | None = None) -> Envelope:
                 raise ValueError(f"arrays encoded as {array.stype}")
             if most is not None and len(array.data) > most:
                 raise ValueError(f"a message of {len(array.data)} bytes: must be at most {most}")
-            message = Message.from_arrays(tensorfile.decode(array.data, tensorfile.MESSAGE)[0])
+            message = Message.from_arrays(tensorfile.decode_message(array.data))
     except tensorfile.MALFORMED as error:
         reason = one_line(f"not an envelope of perfed: {type(error).__name__}: {error}")
         raise Refused(reason) from None

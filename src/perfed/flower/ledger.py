@@ -207,7 +207,7 @@ class Contents:
 def described(message: Message, facts: Mapping[str, Any]) -> dict[str, Any]:
     """What leaves with an answer: every array with type and shape, the bytes as they are sent and
     their hash, and the names of the facts."""
-    data = tensorfile.encode(message.arrays) if message.arrays else b""
+    data = tensorfile.encode_message(message.arrays) if message.arrays else b""
     arrays = {
         name: f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
         for name, tensor in message.arrays.items()

@@ -18,6 +18,20 @@ def nearest_levels(probabilities: Tensor, total: int) -> Tensor:
     return (levels + (order.argsort(dim=1) < missing)).long()
 
 
+def units_of(levels: Tensor, total: int) -> Tensor:
+    """The class of each unit, of (rows, N) levels that sum to ``total``: the class with most units
+    first; where two have as many, the lower."""
+    order = levels.argsort(dim=1, descending=True, stable=True)
+    each = torch.repeat_interleave(order.flatten(), levels.gather(1, order).flatten())
+    return each.view(len(levels), total)
+
+
+def levels_of(units: Tensor, classes: int) -> Tensor:
+    """How many units of each class there are in a row."""
+    levels = torch.zeros(len(units), classes, dtype=torch.long, device=units.device)
+    return levels.scatter_add_(1, units.long(), torch.ones_like(units, dtype=torch.long))
+
+
 def packed(values: Tensor, width: int) -> Tensor:
     """Whole numbers in ``width`` bits each, highest bit first, one after another, as bytes."""
     shifts = torch.arange(width - 1, -1, -1, device=values.device)

@@ -4,6 +4,9 @@ A row is what is said of one public sample. Both ends keep all rows as they are 
 message brings the rows that the server asks for in this round, and of them only those that have
 changed. The others stay as they were: *last known* is what a missing row means to whoever merges.
 
+Probabilities in few bits are written in terms of the rows that both ends know (:mod:`.levels`):
+what has not changed then takes next to nothing, and what has changed little takes little.
+
 Which rows are asked for follows from the experiment's seed, the client and the number of the
 message, so both ends know it and nothing is sent: all rows, in an order drawn once for a client,
 come in turn.
@@ -24,8 +27,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from perfed.core.admission import most_bytes
 from perfed.core.codecs.bits import bytes_for, packed, unpacked
-from perfed.core.declaration import array_of
+from perfed.core.codecs.levels import MOST_UNITS, as_code, as_levels, read, written
+from perfed.core.codecs.probabilities import classes_in
+from perfed.core.declaration import LogProbabilities, Probabilities, array_of
 from perfed.core.errors import Refused
 from perfed.core.message import Message
 from perfed.core.schema import option
@@ -34,7 +40,10 @@ from perfed.core.tree import Tree
 from perfed.core.wire import At, Stage, stages
 
 WHICH = "|which"
+TERMS = "|terms"
+FORM = "|form"
 NUMBERS = "|numbers"
+KINDS = (WHICH, TERMS, FORM, NUMBERS)
 MOST = 2**30  # messages of a client
 Rows = dict[str, Tensor]
 
@@ -102,20 +111,18 @@ class Cached(Stage):
         number = self._has_other_end(known, at)
         base = known.after(number)
         old = bool(self.age) and at.round - known.whole >= self.age
-        arrays, rows = dict(message.arrays), {}
+        arrays, rows, is_whole = dict(message.arrays), {}, True
         for path in _rows_of(message, at):
-            values, last = arrays[path], (base or {}).get(path)
-            rows[path] = values
+            values, last = arrays.pop(path), (base or {}).get(path)
+            classes = _classes_of(path, at)
             if last is None or old or last.shape != values.shape or last.dtype != values.dtype:
-                continue
-            flat, before = values.reshape(-1, values.shape[-1]), last.to(values.device)
-            asked = self._asked(len(flat), number, at).to(values.device)
-            change = flat[asked].double() - before.reshape(flat.shape)[asked].double()
-            limit = self.threshold if values.is_floating_point() else 0.0
-            which = (change.abs() > limit).any(1)
-            arrays[path], arrays[path + WHICH] = flat[asked][which], packed(which, 1)
-            rows[path] = _replaced(before, asked[which], flat[asked][which])
-        is_whole = not any(path.endswith(WHICH) for path in arrays)
+                said, rows[path] = _whole(values, classes), values
+            else:
+                asked = self._asked(values.numel() // values.shape[-1], number, at)
+                last = last.to(values.device)
+                said, rows[path] = self._part(values, last, asked.to(values.device), classes)
+                is_whole = False
+            arrays |= {path + kind: part for kind, part in said.items()}
         heard = Versions.of(at.other).number if at.direction != "up" else 0
         arrays[NUMBERS] = torch.tensor([number, heard], dtype=torch.int32)
         kept = base or {} if at.direction == "up" else {}
@@ -125,19 +132,41 @@ class Cached(Stage):
     def receive(self, message: Message, at: At, state: Tree) -> tuple[Message, Tree]:
         known, (number, heard) = Versions.of(state), _numbers(message)
         base = known.after(number)
-        arrays = {p: t for p, t in message.arrays.items() if p != NUMBERS and not p.endswith(WHICH)}
-        for path, marks in message.arrays.items():
-            if path.endswith(WHICH):
-                name = path.removesuffix(WHICH)
+        arrays = {p: t for p, t in message.arrays.items() if not p.endswith(KINDS)}
+        for path, said in message.arrays.items():
+            name = path.removesuffix(WHICH).removesuffix(TERMS)
+            if path.endswith(TERMS) and name + FORM in message.arrays:
+                arrays[name] = _read_whole(said, message.arrays[name + FORM], name, at)
+            elif path.endswith((TERMS, WHICH)):
                 if base is None or name not in base:
                     raise Refused(f"builds on message {number} of this client, which is not here")
-                arrays[name] = self._completed(arrays[name], marks, base[name], number, at)
+                last = base[name].to(said.device)
+                asked = self._asked(last.numel() // last.shape[-1], number, at).to(said.device)
+                if path.endswith(TERMS):
+                    arrays[name] = _read_part(said, last, asked, _classes_of(name, at))
+                else:
+                    arrays[name] = _completed(arrays[name], said, last, asked)
         rows = {path: arrays[path] for path in _rows_of(Message.from_arrays(arrays), at)}
         kept = base or {} if at.direction == "down" else {}
         now = Versions(number + 1, rows, kept, at.round).state()
         if at.direction == "down":
             now |= {"heard": torch.tensor(heard), "round": torch.tensor(at.round)}
         return Message.from_arrays(arrays), now
+
+    def _part(
+        self, values: Tensor, last: Tensor, asked: Tensor, classes: int
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """What is sent of the rows that are asked for, and all rows as they then are there."""
+        flat = values.reshape(-1, values.shape[-1])
+        levels, before = as_levels(values, classes), as_levels(last, classes)
+        if levels is not None and before is not None and levels[0].sum() == before[0].sum():
+            terms = _as_tensor(written(levels[asked], before[asked]), values)
+            return {TERMS: terms}, _replaced(last, asked, flat[asked])
+        change = flat[asked].double() - last.reshape(flat.shape)[asked].double()
+        limit = self.threshold if values.is_floating_point() else 0.0
+        which = (change.abs() > limit).any(1)
+        rows = _replaced(last, asked[which], flat[asked][which])
+        return {"": flat[asked][which], WHICH: packed(which, 1)}, rows
 
     def _has_other_end(self, known: Versions, at: At) -> int:
         """How many messages the other end has. The server's own memory has only what was answered;
@@ -155,19 +184,65 @@ class Cached(Stage):
         count = math.ceil(share * rows)
         return order[(number * count + torch.arange(count)) % rows].sort().values
 
-    def _completed(
-        self, values: Tensor, marks: Tensor, base: Tensor, number: int, at: At
-    ) -> Tensor:
-        width = base.shape[-1]
-        asked = self._asked(base.numel() // width, number, at).to(values.device)
-        if marks.dtype != torch.uint8 or marks.shape != (bytes_for(len(asked), 1),):
-            raise Refused(f"must say of {len(asked)} rows which are there")
-        which = unpacked(marks, 1, len(asked)).bool()
-        if values.shape != (int(which.sum()), width) or values.dtype != base.dtype:
-            raise Refused(
-                f"{tuple(values.shape)} {values.dtype}: must be {int(which.sum())} rows of {width}"
-            )
-        return _replaced(base.to(values.device), asked[which], values)
+
+def _whole(values: Tensor, classes: int) -> dict[str, Tensor]:
+    levels = as_levels(values, classes)
+    if levels is None:
+        return {"": values}
+    form = torch.tensor([int(levels[0].sum()), *values.shape], dtype=torch.int32)
+    return {TERMS: _as_tensor(written(levels, torch.zeros_like(levels)), values), FORM: form}
+
+
+def _read_whole(terms: Tensor, form: Tensor, name: str, at: At) -> Tensor:
+    """A receiver knows how large it can be, whatever the message says."""
+    if form.dtype != torch.int32 or form.ndim != 1 or not 2 < len(form) < 8:
+        raise Refused("must say how many units a row has, and its shape")
+    units, *shape = form.tolist()
+    classes, columns, most = _classes_of(name, at), shape[-1], most_bytes(at.declared, at.known)
+    size = math.prod(shape[:-1]) * classes * torch.get_default_dtype().itemsize
+    if min(shape) < 1 or columns > classes or size > most:
+        raise Refused(f"{shape}: more than {most} bytes, or more than {classes} classes")
+    if not 0 < units <= MOST_UNITS or (columns < classes and units != columns):
+        raise Refused(f"{units} units in {columns} columns")
+    nothing = torch.zeros(math.prod(shape[:-1]), classes, dtype=torch.long)
+    return as_code(read(_as_bytes(terms), nothing, units), columns).view(shape).to(terms.device)
+
+
+def _read_part(terms: Tensor, last: Tensor, asked: Tensor, classes: int) -> Tensor:
+    before = as_levels(last, classes)
+    if before is None:
+        raise Refused("builds on rows that are no probabilities in few bits")
+    levels = read(_as_bytes(terms), before[asked], int(before[0].sum()))
+    return _replaced(last, asked, as_code(levels, last.shape[-1]).to(last.device))
+
+
+def _completed(values: Tensor, marks: Tensor, last: Tensor, asked: Tensor) -> Tensor:
+    width = last.shape[-1]
+    if marks.dtype != torch.uint8 or marks.shape != (bytes_for(len(asked), 1),):
+        raise Refused(f"must say of {len(asked)} rows which are there")
+    which = unpacked(marks, 1, len(asked)).bool()
+    if values.shape != (int(which.sum()), width) or values.dtype != last.dtype:
+        raise Refused(
+            f"{tuple(values.shape)} {values.dtype}: must be {int(which.sum())} rows of {width}"
+        )
+    return _replaced(last, asked[which], values)
+
+
+def _as_tensor(data: bytes, like: Tensor) -> Tensor:
+    return torch.tensor(list(data), dtype=torch.uint8, device=like.device)
+
+
+def _as_bytes(data: Tensor) -> bytes:
+    if data.dtype != torch.uint8 or data.ndim != 1:
+        raise Refused(f"{tuple(data.shape)} {data.dtype}: must be bytes")
+    return data.cpu().numpy().tobytes()
+
+
+def _classes_of(path: str, at: At) -> int:
+    """Of an array with rows of probabilities, or of their logarithms; 0 of any other."""
+    entry = array_of(path, at.declared)
+    likely = entry is not None and isinstance(entry.range, Probabilities | LogProbabilities)
+    return classes_in(entry, at) if entry is not None and likely and at.known else 0
 
 
 def _rows_of(message: Message, at: At) -> list[str]:

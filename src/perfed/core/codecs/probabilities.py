@@ -17,14 +17,14 @@ def rows_of_probabilities(
     """By their flat names, with the number of classes; or of their logarithms."""
     found = {path: array_of(path, at.declared) for path in message.arrays}
     return {
-        path: _classes(entry, at)
+        path: classes_in(entry, at)
         for path, entry in found.items()
         if entry is not None and isinstance(entry.range, kind) and entry.shape
     }
 
 
-def _classes(entry: Array, at: At) -> int:
-    """A receiver knows it by itself: what somebody says could be any number."""
+def classes_in(entry: Array, at: At) -> int:
+    """In a row. A receiver knows it by itself: what somebody says could be any number."""
     if at.known is None:
         raise Refused("the number of classes is not known at this end")
     last = entry.shape[-1]

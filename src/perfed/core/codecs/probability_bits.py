@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from perfed.core.codecs.bits import nearest_levels
+from perfed.core.codecs.bits import levels_of, nearest_levels, units_of
 from perfed.core.codecs.probabilities import check_classes, class_type, rows_of_probabilities
 from perfed.core.declaration import LogProbabilities
 from perfed.core.errors import Refused
@@ -38,61 +38,64 @@ class ProbabilityBits(Stage):
     1 / (2ᵇ − 1): 0.004 with 8, 0.07 with 4, a third with 2."""
 
     bits: int = option(8, "of a probability; 1: a hard label, the class alone", ge=1, le=8)
+    log_bits: int | None = option(
+        None, "of one whose logarithm is declared; as many as the others, if not given", ge=1, le=8
+    )
 
     directions = ("up", "down")
     exact = False
     codes = True
-
-    @property
-    def total(self) -> int:
-        """m."""
-        return (1 << self.bits) - 1
 
     def send(self, message: Message, at: At, state: Tree) -> tuple[Message, Tree]:
         arrays = dict(message.arrays)
         for path, classes in rows_of_probabilities(message, at, LogProbabilities).items():
             if arrays[path].is_floating_point():
                 arrays[path] = arrays[path].double().softmax(-1)
-            arrays[path] = self._coded(arrays[path], classes)
+            arrays[path] = _coded(arrays[path], classes, self._units_of_logarithms)
         for path, classes in rows_of_probabilities(message, at).items():
-            arrays[path] = self._coded(arrays[path], classes)
+            arrays[path] = _coded(arrays[path], classes, _units(self.bits))
         return Message.from_arrays(arrays), state
 
     def receive(self, message: Message, at: At, state: Tree) -> tuple[Message, Tree]:
-        arrays = dict(message.arrays)
+        arrays, units = dict(message.arrays), _units(self.bits)
         for path, classes in rows_of_probabilities(message, at).items():
-            arrays[path] = self._levels(arrays[path], classes) / self.total
+            arrays[path] = _levels(arrays[path], classes, units) / units
         for path, classes in rows_of_probabilities(message, at, LogProbabilities).items():
-            arrays[path] = _logarithms(self._levels(arrays[path], classes))
+            arrays[path] = _logarithms(_levels(arrays[path], classes, self._units_of_logarithms))
         return Message.from_arrays(arrays), state
 
-    def _coded(self, values: Tensor, classes: int) -> Tensor:
-        if not values.is_floating_point() or values.shape[-1] != classes:
-            return values
-        levels = nearest_levels(values.reshape(-1, classes), self.total)
-        code = self._units(levels) if self.total < classes else levels.to(torch.uint8)
-        return code.view(*values.shape[:-1], -1)
+    @property
+    def _units_of_logarithms(self) -> int:
+        return _units(self.log_bits or self.bits)
 
-    def _units(self, levels: Tensor) -> Tensor:
-        """The class of each unit, of (rows, N) levels; where two have as many, the lower first."""
-        rows, classes = levels.shape
-        order = levels.argsort(dim=1, descending=True, stable=True)
-        each = torch.repeat_interleave(order.flatten(), levels.gather(1, order).flatten())
-        return each.view(rows, self.total).to(class_type(classes))
 
-    def _levels(self, code: Tensor, classes: int) -> Tensor:
-        if self.total < classes:
-            check_classes(code, classes, self.total)
-            rows = code.reshape(-1, self.total).long()
-            levels = torch.zeros(len(rows), classes, dtype=torch.long, device=code.device)
-            levels.scatter_add_(1, rows, torch.ones_like(rows))
-        else:
-            if code.dtype != torch.uint8 or code.ndim < 1 or code.shape[-1] != classes:
-                raise Refused(f"{tuple(code.shape)} {code.dtype}: must be {classes} levels a row")
-            levels = code.reshape(-1, classes).long()
-            if not bool((levels.sum(1) == self.total).all()):
-                raise Refused(f"levels of a row must sum to {self.total}")
-        return levels.to(torch.get_default_dtype()).view(*code.shape[:-1], classes)
+def _units(bits: int) -> int:
+    """m."""
+    return (1 << bits) - 1
+
+
+def _coded(values: Tensor, classes: int, units: int) -> Tensor:
+    if not values.is_floating_point() or values.shape[-1] != classes:
+        return values
+    levels = nearest_levels(values.reshape(-1, classes), units)
+    if units < classes:
+        code = units_of(levels, units).to(class_type(classes))
+    else:
+        code = levels.to(torch.uint8)
+    return code.view(*values.shape[:-1], -1)
+
+
+def _levels(code: Tensor, classes: int, units: int) -> Tensor:
+    if units < classes:
+        check_classes(code, classes, units)
+        levels = levels_of(code.reshape(-1, units), classes)
+    else:
+        if code.dtype != torch.uint8 or code.ndim < 1 or code.shape[-1] != classes:
+            raise Refused(f"{tuple(code.shape)} {code.dtype}: must be {classes} levels a row")
+        levels = code.reshape(-1, classes).long()
+        if not bool((levels.sum(1) == units).all()):
+            raise Refused(f"levels of a row must sum to {units}")
+    return levels.to(torch.get_default_dtype()).view(*code.shape[:-1], classes)
 
 
 def _logarithms(levels: Tensor) -> Tensor:
