@@ -192,3 +192,9 @@ def test_a_file_cannot_say_what_is_imported(tmp_path: Path) -> None:
             open_model(file)
         assert "\n" not in str(caught.value)
     assert Blueprint.from_text(blueprint.text()) == blueprint
+
+
+def test_what_is_not_there_is_said_before_anything_else(tmp_path: Path) -> None:
+    """As where a shell finds no file for 'runs/own/perfed-kin*'."""
+    with pytest.raises(RunError, match="no such file or folder"):
+        open_model(tmp_path / "perfed-kin*", client=0)

@@ -64,6 +64,8 @@ def open_model(
     """The model at ``path``: a run directory (with a ``client``), a site's file (site.yaml), a
     site's model file, or an exported one. ``network`` is the own one of a model file that was
     trained with code of your own."""
+    if not path.exists():
+        raise RunError(f"no such file or folder: {str(path)!r}")
     ending = path.suffix.lower()
     is_run = (path / "config.yaml").is_file()
     if (path / COMPARISON).is_file():
@@ -76,8 +78,6 @@ def open_model(
         raise ConfigError("only a run directory has several kinds", "--kind")
     if network and ending != ".safetensors":
         raise ConfigError("only for a model file: all others say what they are", "--network")
-    if not path.exists():
-        raise RunError(f"no such file or folder: {str(path)!r}")
     if is_run:
         return _of_run(path, client, kind)
     if path.is_dir():
