@@ -412,6 +412,27 @@ def federation_pace() -> str:
     return "\n".join(lines)
 
 
+def restarted_site() -> str:
+    record = result("restarted_site")
+    lines = [
+        "| | kills | rounds missed, at most | the round in which it was killed took | "
+        "its next round was done after |",
+        "|---|---|---|---|---|",
+    ]
+    for keys, name in ((False, "without keys"), (True, "TLS and node keys")):
+        kills = [one for one in record["kills"] if one["node_keys"] == keys]
+        waited = statistics.median(k["seconds_of_the_round_in_which_it_was_killed"] for k in kills)
+        back = statistics.median(k["seconds_until_its_first_round_was_done"] for k in kills)
+        most = max(kill["missed"] for kill in kills)
+        lines.append(f"| {name} | {len(kills)} | {most} | {waited:.0f} s | {back:.0f} s |")
+    load = record["load"][1]
+    lines += [
+        "",
+        f"Medians, on two cores that other programs wanted, too: the load was {load:.0f}.",
+    ]
+    return "\n".join(lines)
+
+
 def federation() -> str:
     record = result("federation")
     lines = [
@@ -488,6 +509,7 @@ BLOCKS = {
     "scale-model": scale_model,
     "federation": federation,
     "federation-pace": federation_pace,
+    "restarted-site": restarted_site,
 }
 EVERY_FIGURE = {**PAPER_FIGURES, **BYTES_FIGURES, **HOSTILE_FIGURES, **PRIVACY_FIGURES}
 
