@@ -157,8 +157,8 @@ def split(said: Witnesses, standard_errors: float) -> Tensor | None:
         if _smallest(half, 2) < SMALLEST_GROUP:
             continue
         sides = [half == 0, half == 1]
-        fits = [said.fit(side) for side in sides]
-        own, other = (torch.where(side, *fits) for side in sides)
+        first, second = (said.fit(side) for side in sides)
+        own, other = (torch.where(side, first, second) for side in sides)
         found = min(_in_standard_errors((own - whole)[side], heard[side]) for side in sides)
         if found > proof and all(_differ(own[s], other[s], heard[s]) for s in sides):
             best, proof = half == 1, found
