@@ -5,7 +5,8 @@
 What clients learn does not depend on the gate. So each setting is run once, and what a gate decides
 by is kept: what clients said last, and what both models make of every validation sample. A gate is
 asked once for every validation sample, of which it does not know; that sample judges it. So a gate
-has one sample less here than in a run.
+has one sample less here than in a run. Kinds must gain by two standard errors, as they had to when
+the gate was chosen.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def _is_right(probabilities: Tensor, of_label: Tensor) -> Tensor:
 
 def collect(setting: str, seed: int, path: Path) -> None:
     SEEN.clear()
-    what = experiment("digits", setting, {"name": "kin-observed"}, seed)
+    what = experiment("digits", setting, {"name": "kin-observed", "standard_errors": 2.0}, seed)
     simulation, channel = Simulation(what, how=Execution(engine="stacked")), Channel()
     simulation.begin(channel)
     for number in range(what.rounds):

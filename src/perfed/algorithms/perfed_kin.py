@@ -7,10 +7,12 @@ What a client sends and what it does with a table stay as in PerFed-Evidence.
 - **Fit.** A client fits a group if the comparisons of classes that *the others* of the group make
   agree with its own: ρ, the correlation over public samples and the client's classes, each class
   weighing as much as the client speaks of it.
-- **Groups.** All begin as one. A group is split in two if both halves gain: within each, clients
-  must fit the others of their half better than the others of the whole group, by more than
-  ``standard_errors`` of the mean over clients. Half of a group is a poorer witness than
-  the whole, so a split that follows chance makes at least one half fit worse. The split that is
+- **Groups.** All begin as one. A group is split in two if in *both* halves two things hold. Clients
+  gain: they fit the others of their half better than the others of the whole group, by more than
+  ``standard_errors`` of the mean over clients. Half of a group is a poorer witness than the whole,
+  so a split that follows chance makes at least one half fit worse. And clients differ: the other
+  half explains less than half of what their own explains (ρ²). Clients who agree on nearly all gain
+  by any split along what little they do not agree on, surely and for nothing. The split that is
   tried is the best one found from the principal directions of what the group's own table leaves
   unexplained, after clients have moved to the half that they fit better.
 - **Trust.** A client gets its group's table, and what the others of its group gained as a prior for
@@ -45,6 +47,8 @@ from perfed.core.tree import Tree
 # How many times the upper quartile of all a client's number of samples may count.
 CAP = 4.0
 SMALLEST_GROUP = 2
+# Of what clients' own half explains, another kind explains less than this share.
+ANOTHER_KIND = 0.5
 DIRECTIONS = 2
 MOVES = 6
 
@@ -53,7 +57,7 @@ MOVES = 6
 @dataclass(frozen=True)
 class PerFedKin(PerFedEvidence):
     standard_errors: float = option(
-        2.0,
+        1.0,
         "a group is split if clients of both halves fit their half better than the whole group, by "
         "more than so many standard errors",
         ge=0,
@@ -150,7 +154,7 @@ def found_kinds(said: Witnesses, standard_errors: float) -> Tensor:
 
 
 def split(said: Witnesses, standard_errors: float) -> Tensor | None:
-    """Who is in the second half of the best split, if both halves gain by it."""
+    """Who is in the second half of the best split, if both halves gain by it and differ."""
     if len(said) < 2 * SMALLEST_GROUP:
         return None
     everyone = torch.ones(len(said), dtype=torch.bool)
@@ -161,11 +165,17 @@ def split(said: Witnesses, standard_errors: float) -> Tensor | None:
         if _smallest(half, 2) < SMALLEST_GROUP:
             continue
         sides = [half == 0, half == 1]
-        gain = torch.where(sides[1], said.fit(sides[1]), said.fit(sides[0])) - whole
-        found = min(_in_standard_errors(gain[side], heard[side]) for side in sides)
-        if found > proof:
+        first, second = (said.fit(side) for side in sides)
+        own, other = (torch.where(side, first, second) for side in sides)
+        found = min(_in_standard_errors((own - whole)[side], heard[side]) for side in sides)
+        if found > proof and all(_differ(own[s], other[s], heard[s]) for s in sides):
             best, proof = half == 1, found
     return best
+
+
+def _differ(own: Tensor, other: Tensor, weight: Tensor) -> bool:
+    """Does the other half explain too little of what clients say to be of their kind?"""
+    return bool((weight @ other).clamp(min=0) ** 2 < ANOTHER_KIND * (weight @ own) ** 2)
 
 
 def _leftover_directions(said: Witnesses, heard: Tensor) -> Tensor:

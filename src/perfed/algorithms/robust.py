@@ -41,7 +41,7 @@ LOUDEST = 2.0  # a round says no more for or against a client, nor do all rounds
 FOREVER = 20.0  # what speaks against it in all rounds: nearly nothing is heard then
 USUAL = 2.0  # times the median distance, nothing speaks against a client
 COLUMNS = 1_000_000  # of a vector at once
-STANDARD_ERRORS = 2.0  # as in PerFed-Kin
+STANDARD_ERRORS = 2.0  # more than in PerFed-Kin: who is put apart here may not be heard
 Vectors = dict[str, Tensor]
 """By an entry's name, a row for each client."""
 
