@@ -39,7 +39,10 @@ READINGS: Mapping[str, Changes] = {
         "selection": "by-size",
         "local": {"participation": "selected"},
     },
-    "no repair: clients with too few samples are left out": {"partition": {"repair": False}},
+    "no repair: clients with too few samples are left out": {
+        "partition": {"repair": False},
+        "local": {"participation": "selected"},
+    },
     "VGG11 without BatchNorm": {"models": {"architectures": ["vgg11"]}},
     "every client has its own initial weights": {"models": {"initial": "own"}},
     "public samples taken from CIFAR-10": {"data": {"public_from": "itself"}},
@@ -69,6 +72,8 @@ def changed(experiment: Experiment, changes: Changes) -> Experiment:
             values[key] = {**values[key], **value}
         else:
             values[key] = value
+    if algorithm.get("participation") == "selected":  # it trains whom and when the others train
+        values |= {"rounds": ROUNDS, "evaluate_every": ROUNDS // 10}
     return from_mapping(Experiment, values)
 
 

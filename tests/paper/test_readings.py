@@ -29,7 +29,17 @@ def test_a_reading_changes_what_it_names(reading: int) -> None:
     sections = {key for key in changes if key not in ("local", "perfed-ckt")}
     for method in readings.METHODS:
         own = {"algorithm"} if method.startswith(tuple(changes)) else set()
-        assert differences(reading, method) == sections | own
+        length = {"rounds", "evaluate_every"} if method in changes else set()
+        assert differences(reading, method) == sections | own | length
+
+
+def test_local_training_makes_as_many_steps_as_the_others() -> None:
+    """All clients in some rounds, or those that are selected in every round."""
+    for number, name in enumerate(NAMES):
+        local, other = planned(number, "local"), planned(number, "perfed-ckt-1")
+        everybody = local["algorithm"]["participation"] == "all"
+        share = other["clients_per_round"] / other["clients"] if everybody else 1
+        assert local["rounds"] == share * other["rounds"], name
 
 
 def test_a_sum_over_a_mini_batch_is_its_size_times_the_mean() -> None:

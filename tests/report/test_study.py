@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from perfed.core.method_numbers import method_numbers
 from perfed.report import theme
 from perfed.report.study import StudyPage
 from perfed.runs.design import Conduct, design
@@ -90,16 +91,17 @@ def test_a_method_has_one_colour_and_shape_in_every_table_and_figure(
     drawn: tuple[StudyPage, Path],
 ) -> None:
     page, _ = drawn
+    numbers = method_numbers(method.name for method in page.outcome.design.methods)
     for charts in page.charts.values():
         for chart in charts:
             (axes,) = chart.figure.axes
             for dots in axes.collections:
-                number = [m.name for m in page.outcome.design.methods].index(dots.get_label())
+                number = numbers[str(dots.get_label())]
                 found = [f"#{int(255 * c):02x}" for c in dots.get_facecolor()[0][:3]]
                 assert "".join(found).replace("#", "") == theme.colour(number)[1:]
     html = page.html()
-    for number, method in enumerate(page.outcome.design.methods):
-        marks = re.findall(rf'fill:var\(--colour-(\d)\)"/></svg>{re.escape(method.name)}<', html)
+    for name, number in numbers.items():
+        marks = re.findall(rf'fill:var\(--colour-(\d)\)"/></svg>{re.escape(name)}<', html)
         assert marks == [str(number)] * 4  # two settings, and over all: ranks and accuracies
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from perfed.report.gather import method_numbers
+from perfed.core.method_numbers import method_numbers
 from perfed.report.theme import colour, style
 from perfed.runs.result import Result, headline_kind
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +14,7 @@ import numpy as np
 
 from perfed.core.algorithm import Algorithm
 from perfed.core.errors import RunError
+from perfed.core.method_numbers import method_numbers
 from perfed.runs.comparison import FILE as COMPARISON_FILE
 from perfed.runs.comparison import read_comparison, run_name
 from perfed.runs.directory import FAILED, FEDERATION, LOCK, RunDirectory
@@ -34,8 +35,6 @@ CLIENTS = (
     "fresh_test",
     "fresh_mix",
 )
-
-ALONE = 4  # the colour of a single method: blue
 
 
 @dataclasses.dataclass(frozen=True)
@@ -364,13 +363,6 @@ def series(runs: Sequence[Run]) -> list[Series]:
         )
         for (label, kind), group in grouped.items()
     ]
-
-
-def method_numbers(labels: Iterable[str]) -> dict[str, int]:
-    """A method's place among those shown, which is its colour; two models of one share it."""
-    methods = list(dict.fromkeys(labels))
-    first = ALONE if len(methods) == 1 else 0
-    return {label: number for number, label in enumerate(methods, start=first)}
 
 
 def same_data(curves: Sequence[Series]) -> bool:

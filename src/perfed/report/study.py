@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from perfed.config import dump_yaml
 from perfed.core import layout
 from perfed.core.layout import Table
+from perfed.core.method_numbers import method_numbers
 from perfed.core.schema import plain
 from perfed.core.tensorfile import write_atomically
 from perfed.report import theme
@@ -118,7 +119,7 @@ class StudyPage:
         table = self.tables.get(name)
         if table is None:
             return ""
-        numbers = {m.name: n for n, m in enumerate(self.outcome.design.methods)}
+        numbers = method_numbers(method.name for method in self.outcome.design.methods)
         marks = [point_mark(numbers[row[0]]) for row in table.rows] if _of_methods(name) else []
         sources = {"LaTeX": layout.latex([table]), "CSV": layout.csv_text(self.values[name])}
         return table_card(folder_name(name), table, marks, sources)

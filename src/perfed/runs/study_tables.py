@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from perfed.core.layout import Table
+from perfed.core.method_numbers import method_numbers
 from perfed.runs.design import Design, Found
 from perfed.runs.result import headline_kind
 from perfed.runs.significance import (
@@ -212,7 +213,7 @@ class Outcome:
         # Of two ways to train alone, that which trains the same clients at the same times.
         local = min(ways, key=lambda f: f.cell.method.algorithm.trains_everyone(), default=None)
         records = local.records if local else {}
-        numbers = {method.name: number for number, method in enumerate(self.design.methods)}
+        numbers = method_numbers(method.name for method in self.design.methods)
         rows = [Row(f, numbers[f.cell.method.name], records, f is local) for f in here]
         return tuple(sorted(rows, key=lambda row: (not row.complete, -row.accuracy)))
 
