@@ -100,17 +100,17 @@ def test_centroids_of_each_sample_are_the_optimum_there(seed: int) -> None:
         assert inertia(answers[:, sample], centroids[:, sample]) == pytest.approx(best, rel=1e-9)
 
 
-@given(st.integers(0, 10**6), st.integers(5, 20), st.integers(2, 5))
-def test_clusters_of_each_sample_are_about_as_good_as_a_librarys(
-    seed: int, points: int, clusters: int
-) -> None:
+@pytest.mark.parametrize("seed", range(3))
+def test_clusters_of_each_sample_are_about_as_good_as_a_librarys(seed: int) -> None:
+    """Together: of one sample either may have found the better of two local optima."""
     random = np.random.default_rng(seed)
-    answers = random.dirichlet([0.3] * 8, size=(points, 3))
-    centroids = cmeans_of_each(torch.from_numpy(answers), clusters, random)
-    for sample in range(3):
-        theirs = KMeans(clusters, n_init=10, random_state=0).fit(answers[:, sample]).inertia_
-        ours = inertia(torch.from_numpy(answers[:, sample]), centroids[:, sample])
-        assert ours <= 1.15 * theirs + 1e-12
+    answers = random.dirichlet([0.3] * 8, size=(13, 40))
+    centroids = cmeans_of_each(torch.from_numpy(answers), 4, random)
+    ours = sum(inertia(torch.from_numpy(answers[:, n]), centroids[:, n]) for n in range(40))
+    theirs = sum(
+        KMeans(4, n_init=10, random_state=0).fit(answers[:, n]).inertia_ for n in range(40)
+    )
+    assert ours <= 1.03 * theirs
 
 
 def test_clients_that_all_say_the_same_are_one_place_several_times() -> None:
@@ -124,3 +124,14 @@ def test_the_nearest_centroid_of_each_sample() -> None:
     centroids = torch.tensor([[[0.9, 0.1], [0.5, 0.5]], [[0.1, 0.9], [1.0, 0.0]]])
     own = torch.tensor([[0.2, 0.8], [0.4, 0.6]])
     assert torch.equal(nearest_of_each(centroids, own), torch.tensor([[0.1, 0.9], [0.5, 0.5]]))
+
+
+def test_points_that_are_nearly_one_end_too() -> None:
+    """Rounding decides there which cluster is nearer, and may decide otherwise each time."""
+    apart = torch.tensor([[[1 / 3]], [[1 / 3 + 3e-9]], [[1 / 3 - 3e-9]]], dtype=torch.double)
+    found = cmeans_of_each(apart, 2, np.random.default_rng(0))
+    assert torch.allclose(found, torch.full((2, 1, 1), 1 / 3, dtype=torch.double), atol=1e-8)
+    logits = torch.randn(8, 300, 10, generator=torch.Generator().manual_seed(0))
+    logits[..., 0] += 20
+    sure = cmeans_of_each(logits.softmax(2), 3, np.random.default_rng(0))
+    assert torch.allclose(sure.sum(2), torch.ones(3, 300), atol=1e-5)

@@ -167,6 +167,16 @@ def test_a_small_group_that_agrees_counts_for_little_if_only_the_largest_is_hear
         assert claimed < 0.6 if largest_only else claimed == 5
 
 
+def test_of_two_groups_as_large_both_are_heard() -> None:
+    """Which of them is the first says nothing about who lies."""
+    stage, state = History(largest_only=True), dict[str, Any]()
+    for round in range(4):
+        decisions, _ = world([0, 1] * 4, noise=0.3, seed=round)
+        sent = replies(decisions, [100] * 8, "soft_decisions")
+        heard, state = Link((stage,)).gather(sent, round, state, SPOKEN)
+        assert [reply.client.samples for reply in heard] == [100] * 8
+
+
 @pytest.mark.parametrize("name", ["perfed-kin", "perfed-ckt", "hypcluster", "fedproto"])
 def test_a_median_is_refused_where_no_mean_is_taken(name: str) -> None:
     for stage in ("median", "trimmed"):

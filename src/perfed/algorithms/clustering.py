@@ -10,6 +10,7 @@ from torch import Tensor
 from perfed.core.errors import ConfigError
 
 STARTS = 10  # k-means++ starts; the one with the lowest inertia wins
+MOST_MOVES = 100  # of points between clusters, where many clusterings are made at once
 TRIALS = 3  # points tried for each centroid of a start
 
 
@@ -122,15 +123,16 @@ def _centroids_of_each(
 ) -> tuple[np.ndarray, np.ndarray]:
     """One start: centroids (|P|, c, N) of points (|P|, m, N), and their inertia."""
     centroids, labels = _start_of_each(points, clusters, random), None
-    while True:
+    for _ in range(MOST_MOVES):  # points that are nearly one may change places for ever
         distances = _squared_distances(points, centroids)
         before, labels = labels, distances.argmin(2)
         if before is not None and (labels == before).all():
-            return centroids, distances.min(2).sum(1)
+            break
         member = labels[..., None] == np.arange(clusters)
         counts = member.sum(1)[..., None]
         means = member.swapaxes(1, 2) @ points / np.maximum(counts, 1)
         centroids = np.where(counts > 0, means, centroids)  # where nobody is, it stays
+    return centroids, _squared_distances(points, centroids).min(2).sum(1)
 
 
 def _start_of_each(points: np.ndarray, clusters: int, random: np.random.Generator) -> np.ndarray:

@@ -133,7 +133,8 @@ class History(Stage):
         now = {str(reply.client.id): _witness(reply, outputs) for reply in replies}
         bank = {**state.get("bank", {}), **now}
         said, kind = heard(bank)
-        speaks, apart = odds(said, kind), kind != kind.bincount().argmax()
+        size = kind.bincount()
+        speaks, apart = odds(said, kind), size[kind] < size.max()  # of two as large, neither is
         joins = torch.where(apart, -LOUDEST, speaks)
         # Of a small group nobody vouches for anybody: liars who agree would. In a mean of all,
         # another kind has no place.

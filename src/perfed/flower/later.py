@@ -22,10 +22,9 @@ from perfed.core.errors import ConfigError, RunError
 from perfed.core.message import Message
 from perfed.core.own_code import running
 from perfed.core.tree import unflatten
-from perfed.core.wire import Link
 from perfed.flower.coordinator import SERVER, FederatedRun
 from perfed.flower.ledger import TOLD
-from perfed.flower.plan import Plan, plan_hash
+from perfed.flower.plan import plan_hash
 from perfed.flower.protocol import (
     EVALUATE,
     ROUND,
@@ -129,16 +128,9 @@ def handout(path: Path, architecture: str, samples: int) -> Handout:
         down = algorithm.broadcast(run.server(round), state, info)
     with running(algorithm, "evaluation_message"):
         evaluation = algorithm.evaluation_message(run.server(round), state, info)
-    link = Link(options.experiment.wire, options.experiment.seed)
     header = Header(ROUND, run.run, round, run.public)
     plan = dataclasses.replace(options.plan(), clients=client + 1).to_mapping()
-    return Handout(
-        header,
-        client,
-        plan,
-        link.send(down, client, round, "down", {})[0],
-        link.send(evaluation, client, round, "evaluation", {})[0],
-    )
+    return Handout(header, client, plan, down, evaluation)
 
 
 def learn(site: Site, given: Handout, rounds: int | None) -> None:
@@ -159,17 +151,8 @@ def learn(site: Site, given: Handout, rounds: int | None) -> None:
         why = f"a handout, plan {plan_hash(given.plan)[:12]}; nothing leaves"
         site.ledger.add(TOLD, kind=ROUND, run=run, round=rounds - 1, why=why)
         site.write_plan(Envelope(Header(ROUND, run, -1, site.public)), plan)
-        down, evaluation = _received(plan, given)
-        plan = dataclasses.replace(plan, wire=())  # what crossed is decoded
+        plan = dataclasses.replace(plan, wire=())  # a handout is a file, which needs no codes
         for round in range(rounds):
-            site.train_round(Envelope(Header(ROUND, run, round, site.public), down), plan)
+            site.train_round(Envelope(Header(ROUND, run, round, site.public), given.down), plan)
         header = Header(EVALUATE, run, rounds - 1, site.public)
-        site.evaluate_round(Envelope(header, evaluation), plan)
-
-
-def _received(plan: Plan, given: Handout) -> tuple[Message, Message]:
-    link, declared = Link(plan.wire, plan.seed), plan.algorithm.messages()
-    address = (given.client, given.header.round)
-    down, _ = link.receive(given.down, *address, "down", {}, declared.down)
-    evaluation, _ = link.receive(given.evaluation, *address, "evaluation", {}, declared.evaluation)
-    return down, evaluation
+        site.evaluate_round(Envelope(header, given.evaluation), plan)

@@ -133,10 +133,15 @@ class Cached(Stage):
         known, (number, heard) = Versions.of(state), _numbers(message)
         base = known.after(number)
         arrays = {p: t for p, t in message.arrays.items() if not p.endswith(KINDS)}
+        room = most_bytes(at.declared, at.known)
         for path, said in message.arrays.items():
             name = path.removesuffix(WHICH).removesuffix(TERMS)
             if path.endswith(TERMS) and name + FORM in message.arrays:
-                arrays[name] = _read_whole(said, message.arrays[name + FORM], name, at)
+                form = _form(message.arrays[name + FORM], _classes_of(name, at))
+                room -= form.size
+                if room < 0:  # whatever a message says of itself, and in however many arrays
+                    raise Refused(f"{form.shape}: all rows are more than there can be")
+                arrays[name] = _read_whole(said, form)
             elif path.endswith((TERMS, WHICH)):
                 if base is None or name not in base:
                     raise Refused(f"builds on message {number} of this client, which is not here")
@@ -193,19 +198,35 @@ def _whole(values: Tensor, classes: int) -> dict[str, Tensor]:
     return {TERMS: _as_tensor(written(levels, torch.zeros_like(levels)), values), FORM: form}
 
 
-def _read_whole(terms: Tensor, form: Tensor, name: str, at: At) -> Tensor:
-    """A receiver knows how large it can be, whatever the message says."""
+class Form(NamedTuple):
+    """How rows look that do not build on others."""
+
+    units: int
+    shape: list[int]
+    classes: int
+
+    @property
+    def size(self) -> int:
+        """Bytes of all rows, once every class has its number."""
+        return math.prod(self.shape[:-1]) * self.classes * torch.get_default_dtype().itemsize
+
+
+def _form(form: Tensor, classes: int) -> Form:
     if form.dtype != torch.int32 or form.ndim != 1 or not 2 < len(form) < 8:
         raise Refused("must say how many units a row has, and its shape")
     units, *shape = form.tolist()
-    classes, columns, most = _classes_of(name, at), shape[-1], most_bytes(at.declared, at.known)
-    size = math.prod(shape[:-1]) * classes * torch.get_default_dtype().itemsize
-    if min(shape) < 1 or columns > classes or size > most:
-        raise Refused(f"{shape}: more than {most} bytes, or more than {classes} classes")
+    columns = shape[-1]
+    if min(shape) < 1 or columns > classes:
+        raise Refused(f"{shape}: no rows, or more than {classes} classes")
     if not 0 < units <= MOST_UNITS or (columns < classes and units != columns):
         raise Refused(f"{units} units in {columns} columns")
-    nothing = torch.zeros(math.prod(shape[:-1]), classes, dtype=torch.long)
-    return as_code(read(_as_bytes(terms), nothing, units), columns).view(shape).to(terms.device)
+    return Form(units, shape, classes)
+
+
+def _read_whole(terms: Tensor, form: Form) -> Tensor:
+    nothing = torch.zeros(math.prod(form.shape[:-1]), form.classes, dtype=torch.long)
+    levels = read(_as_bytes(terms), nothing, form.units)
+    return as_code(levels, form.shape[-1]).view(form.shape).to(terms.device)
 
 
 def _read_part(terms: Tensor, last: Tensor, asked: Tensor, classes: int) -> Tensor:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from perfed.core.declaration import Array, Probabilities, Range, array_of
+from perfed.core.admission import most_bytes
+from perfed.core.declaration import Array, LogProbabilities, Probabilities, Range, array_of
 from perfed.core.errors import Refused
 from perfed.core.message import Message
 from perfed.core.wire import At
@@ -32,6 +33,20 @@ def classes_in(entry: Array, at: At) -> int:
     if not isinstance(found, int):
         raise Refused(f"how many probabilities a row has is not known: {last}")
     return found
+
+
+def check_room(message: Message, at: At) -> None:
+    """That all rows, once every class has its number, are no more than a message can be. A code of
+    a row may be a byte, and a thousand classes take thousands."""
+    most, itemsize = most_bytes(at.declared, at.known), torch.get_default_dtype().itemsize
+    size = 0
+    for kind in (Probabilities, LogProbabilities):
+        for path, classes in rows_of_probabilities(message, at, kind).items():
+            code = message.arrays[path]
+            columns = code.shape[-1] if code.ndim else 1
+            size += code.numel() // max(1, columns) * classes * itemsize
+    if size > most:
+        raise Refused(f"stands for {size} bytes: must be at most {most}")
 
 
 def class_type(classes: int) -> torch.dtype:

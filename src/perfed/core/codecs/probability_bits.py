@@ -20,7 +20,12 @@ import torch
 from torch import Tensor
 
 from perfed.core.codecs.bits import levels_of, nearest_levels, units_of
-from perfed.core.codecs.probabilities import check_classes, class_type, rows_of_probabilities
+from perfed.core.codecs.probabilities import (
+    check_classes,
+    check_room,
+    class_type,
+    rows_of_probabilities,
+)
 from perfed.core.declaration import LogProbabilities
 from perfed.core.errors import Refused
 from perfed.core.message import Message
@@ -57,6 +62,7 @@ class ProbabilityBits(Stage):
         return Message.from_arrays(arrays), state
 
     def receive(self, message: Message, at: At, state: Tree) -> tuple[Message, Tree]:
+        check_room(message, at)
         arrays, units = dict(message.arrays), _units(self.bits)
         for path, classes in rows_of_probabilities(message, at).items():
             arrays[path] = _levels(arrays[path], classes, units) / units

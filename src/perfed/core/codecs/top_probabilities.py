@@ -12,7 +12,12 @@ import torch
 from torch import Tensor
 
 from perfed.core.codecs.bits import nearest_levels
-from perfed.core.codecs.probabilities import check_classes, class_type, rows_of_probabilities
+from perfed.core.codecs.probabilities import (
+    check_classes,
+    check_room,
+    class_type,
+    rows_of_probabilities,
+)
 from perfed.core.errors import Refused
 from perfed.core.message import Message
 from perfed.core.schema import option
@@ -58,6 +63,7 @@ class TopProbabilities(Stage):
 
     def receive(self, message: Message, at: At, state: Tree) -> tuple[Message, Tree]:
         arrays = {path: t for path, t in message.arrays.items() if not path.endswith(LEVELS)}
+        check_room(Message.from_arrays(arrays), at)
         for path, classes in rows_of_probabilities(Message.from_arrays(arrays), at).items():
             arrays[path] = self._decoded(arrays[path], message.arrays[path + LEVELS], classes)
         return Message.from_arrays(arrays), state
