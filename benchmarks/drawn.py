@@ -14,17 +14,12 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
+from perfed.core.method_numbers import USUAL
 from perfed.report.theme import COLOURS
 
 STAMP = "Drawn"  # a text chunk of the PNG file
-COLOUR_OF = {
-    "perfed-kin": COLOURS[6],
-    "perfed-ckt": COLOURS[4],
-    "fedmd": COLOURS[5],
-    "fedavg": COLOURS[2],
-    "ditto": COLOURS[7],
-}
-"""A method has one colour in all figures of the documentation."""
+COLOUR_OF = {name: COLOURS[number] for number, name in enumerate(USUAL)}
+"""As on the pages of runs and studies."""
 
 
 def stamp_of(figure: Figure) -> str:

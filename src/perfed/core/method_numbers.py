@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from itertools import chain, count
 
 USUAL = (
-    *("local", "fedavg", "ditto", "hypcluster"),
-    *("perfed-ckt", "perfed-kin", "fedfomo", "perfed-evidence"),
+    *("majority", "local", "fedavg", "hypcluster"),
+    *("perfed-ckt", "fedmd", "perfed-kin", "ditto"),
 )
 """Methods that are shown most, each at its number."""
 OTHERS = (4, 5, 6, 2, 3, 7, 1, 0)
