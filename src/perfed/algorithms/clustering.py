@@ -10,6 +10,7 @@ from torch import Tensor
 from perfed.core.errors import ConfigError
 
 STARTS = 10  # k-means++ starts; the one with the lowest inertia wins
+DIGITS = 10  # of a probability
 MOST_MOVES = 100  # of points between clusters, where many clusterings are made at once
 TRIALS = 3  # points tried for each centroid of a start
 
@@ -109,12 +110,14 @@ def cmeans_of_each(answers: Tensor, clusters: int, random: np.random.Generator) 
     """The centroids (≤ c, |P|, N) of ``answers`` (m, |P|, N), sample by sample."""
     if len(answers) <= clusters:
         return answers
-    points = answers.double().cpu().numpy().swapaxes(0, 1)
+    # Rounded: what engines differ in must not decide between two clusters that are as good.
+    points = answers.double().cpu().numpy().swapaxes(0, 1).round(DIGITS)
     best, least = _centroids_of_each(points, clusters, random)
     for _ in range(STARTS - 1):
         centroids, inertia = _centroids_of_each(points, clusters, random)
-        best = np.where((inertia < least)[:, None, None], centroids, best)
-        least = np.minimum(inertia, least)
+        better = inertia < least - 10.0**-DIGITS
+        best = np.where(better[:, None, None], centroids, best)
+        least = np.where(better, inertia, least)
     return torch.from_numpy(best.swapaxes(0, 1).copy()).to(answers)
 
 

@@ -90,8 +90,8 @@ class DryClient:
     def sgd(self, weights: Weights, *_: Any, **__: Any) -> Weights:
         return weights.clone()
 
-    def loss(self, weights: Weights, part: str) -> Tensor:
-        return torch.tensor(1.0)
+    def losses(self, models: Sequence[Weights], part: str) -> Tensor:
+        return torch.zeros(len(models))
 
     def likelihoods(self, model: Predictor, part: str) -> Tensor:
         return torch.ones(1)
