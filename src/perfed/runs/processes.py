@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import queue
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
@@ -133,8 +134,6 @@ def _begin(
 
 def _run_cell(setting: str, method: str, seconds: float) -> None:
     conduct: Conduct = _own["conduct"]
-    if _own.get("stopped"):
-        raise KeyboardInterrupt
     try:
         conduct.run(
             _own["how"],
@@ -143,6 +142,9 @@ def _run_cell(setting: str, method: str, seconds: float) -> None:
             methods=[method],
             settings=[setting],
         )
-    except Stopped:  # as asked, after its round; another cell may wait for this process already
-        _own["stopped"] = True
-        raise KeyboardInterrupt from None
+    except Stopped:  # as asked, after its round, which is saved
+        # Not back to the pool: a process that was ended while it waited for a cell may have taken
+        # with it what the others wait for, and nobody would end this one.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
