@@ -132,7 +132,7 @@ def at_share(share: float = 0.3) -> str:
 def by_attack(method: str = "perfed-kin", share: float = 0.3) -> str:
     record = newest()
     found = all_harm(record)
-    attacks = list(dict.fromkeys(key[2] for key in found if key[2]))
+    attacks = list(dict.fromkeys(key[2] for key in found if key[1] == method and key[2]))
     places = [(s, stages) for s in attacked(record) for stages in ("none", PRESET)]
     table = []
     for attack in attacks:
