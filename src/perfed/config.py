@@ -144,10 +144,16 @@ class Experiment(Options):
         "mix of labels (data.samples must leave enough of them); 0: on its own test samples",
         ge=0,
     )
+    shared_test: bool = option(
+        False,
+        "evaluate each client on the test samples of all clients, as many as there are with the "
+        "client's mix of labels: nobody trains on them, and with few of its own a client's "
+        "accuracy is mostly chance",
+    )
     fresh_mix: Literal["test", "held"] = option(
         "test",
-        "which mix of labels fresh samples have: test, that of the client's test samples, or held, "
-        "that of all its samples",
+        "which mix of labels fresh or shared samples have: test, that of the client's test "
+        "samples, or held, that of all its samples",
     )
     models: Models = option(Models(), "the networks, and which client has which")
     training: Training = option(Training(), "local training")
@@ -192,6 +198,10 @@ class Experiment(Options):
                 f"{self.participation.shifts} shifts of {self.clients} clients: must be at most "
                 f"clients, {self.clients}",
                 "participation.shifts",
+            )
+        if self.fresh_test and self.shared_test:
+            raise ConfigError(
+                "clients are evaluated on fresh samples already: must be false", "shared_test"
             )
         if self.shift is not None:
             self.shift.sizes(self.clients)  # every group has clients
@@ -253,6 +263,7 @@ class Experiment(Options):
             self.fresh_test,
             self.fresh_mix,
             self.shift,
+            self.shared_test,
         )
 
 

@@ -19,6 +19,7 @@ from perfed.algorithms.perfed_evidence import (
     label_mix,
     pooled_evidence,
 )
+from perfed.algorithms.perfed_kin import TRAINING_SAMPLES
 from perfed.algorithms.witnesses import RIDGE, SMALLEST_PROBABILITY, SMALLEST_SHARE
 from perfed.core import tensorfile
 from perfed.core.algorithm import Adjusted, Mixture
@@ -349,11 +350,16 @@ def test_a_file_keeps_a_networks_own_names_apart(tmp_path: Path) -> None:
         perfed.load_model(tmp_path / "personal.safetensors", "mlp")  # type: ignore[arg-type]
 
 
-def test_a_client_sends_its_witness_and_what_its_student_is_worth() -> None:
+@pytest.mark.parametrize(
+    ("method", "at_home"), [("perfed-evidence", 0.0), ("perfed-kin", TRAINING_SAMPLES)]
+)
+def test_a_client_sends_its_witness_and_what_its_student_is_worth(
+    method: str, at_home: float
+) -> None:
     """All that a client sends and keeps, computed once more from its two models."""
     simulation = simulate(
         models={"architectures": [{"name": "mlp", "hidden": []}]},
-        algorithm={"name": "perfed-evidence", "weight": 4.0, "caution": CAUTION},
+        algorithm={"name": method, "weight": 4.0, "caution": CAUTION},
         training={"learning_rate": 0.5, "steps": 40, "batch_size": 8, "public_batch_size": 16},
     )
     evidence = 9 * torch.randn(30, 10, generator=torch.Generator().manual_seed(0))
@@ -367,6 +373,15 @@ def test_a_client_sends_its_witness_and_what_its_student_is_worth() -> None:
         flat = x.reshape(len(x), 64)
         return flat @ weights.params["1.weight"].numpy().T + weights.params["1.bias"].numpy()
 
+    def gain(
+        record: ClientRecord, part: np.ndarray, mix: np.ndarray, beta: float, w: float
+    ) -> np.ndarray:
+        x, y = samples.x[part], samples.y[part]
+        own = softmax(logits(record.weights, x))[np.arange(len(y)), y]
+        z = beta * logits(record.state["student"], x) + np.log(mix)
+        mixed = (1 - w) * own + w * softmax(z)[np.arange(len(y)), y]
+        return np.asarray(np.log((mixed + FLOOR) / (own + FLOOR)))
+
     chosen = set()
     for client, reply in replies.items():
         split, record = simulation.federation.splits[client], records[client]
@@ -374,25 +389,24 @@ def test_a_client_sends_its_witness_and_what_its_student_is_worth() -> None:
         assert np.allclose(reply["soft_decisions"].numpy(), said, atol=1e-5)
         assert int(reply["samples"]) == len(split.train)
         mix = label_mix(torch.bincount(torch.tensor(samples.y[split.train]), minlength=10)).numpy()
-        x, y = samples.x[split.validation], samples.y[split.validation]
-        own = softmax(logits(record.weights, x))[np.arange(len(y)), y]
         worth = {}
         for i, beta in enumerate(SHARPNESS):
-            z = beta * logits(record.state["student"], x) + np.log(mix)
-            taught = softmax(z)[np.arange(len(y)), y]
             for j, w in enumerate(SHARES):
-                mixed = (1 - w) * own + w * taught
-                gain = np.log((mixed + FLOOR) / (own + FLOOR))
-                assert float(reply["gains"][i, j]) == pytest.approx(gain.mean(), abs=1e-4)
+                validated = gain(record, split.validation, mix, beta, w)
+                assert float(reply["gains"][i, j]) == pytest.approx(validated.mean(), abs=1e-4)
                 prior = PRIOR_SAMPLES * float(everybodys[i, j])
-                worth[w, beta] = gain.sum() + prior - CAUTION * w
+                learned = at_home * gain(record, split.train, mix, beta, w).mean()
+                worth[w, beta] = validated.sum() + prior + learned - CAUTION * w
+                proof = float(record.state["proof"][i, j])
+                assert proof == pytest.approx(worth[w, beta] + CAUTION * w, abs=1e-2)
         best = max(worth, key=lambda choice: worth[choice])
         share = best[0] if worth[best] > 0 else 0.0
         found = choice(record.state["proof"], CAUTION)
         assert float(found[0]) == share
         assert not share or float(found[1]) == best[1]
         chosen.add(share)
-    assert len(chosen) > 1  # or it could not be told what decides
+    # Evidence by chance is wrong, and training samples say so to everybody.
+    assert chosen == {0.0} if at_home else len(chosen) > 1
 
 
 def test_a_student_goes_on_where_it_was() -> None:

@@ -3,13 +3,16 @@
 import numpy as np
 import pytest
 import torch
+from sklearn.datasets import load_digits
 
+from perfed.algorithms.perfed_evidence import label_mix
 from perfed.algorithms.perfed_kin import CAP, PerFedKin, bounded, found_kinds, kinship, prior
 from perfed.algorithms.witnesses import RIDGE, SMALLEST_PROBABILITY, SMALLEST_SHARE, Witnesses
-from perfed.core.algorithm import ClientInfo
+from perfed.core.algorithm import Client, ClientInfo
 from perfed.core.message import Message
 from tests.algorithms.test_perfed_evidence import softmax
 from tests.conftest import played, simulate
+from tests.engines.clients import run_task
 
 CLASSES = 5
 ERRORS = PerFedKin().standard_errors
@@ -296,6 +299,39 @@ def test_two_rounds_by_hand() -> None:
         assert np.allclose(told["evidence"].cpu().numpy(), plain.table(members), atol=1e-6)
         expected = kin * gains - (1 - kin) * np.abs(gains)
         assert np.allclose(told["gains"].cpu().numpy(), expected, atol=1e-6)
+
+
+def test_training_samples_speak_against_what_is_wrong_here() -> None:
+    """Taught the true labels of the public set, a student knows its training samples nearly as well
+    as the witness; taught each under the name of the next, it does not."""
+    simulation = simulate(
+        algorithm="perfed-kin",
+        data={"name": "digits", "public": 400},
+        models={"architectures": ["mlp"]},
+        partition="iid",
+        training={"learning_rate": 0.1, "steps": 200, "batch_size": 8, "public_batch_size": 16},
+    )
+    where = simulation.federation.samples.public_index
+    labels = load_digits(return_X_y=True)[1][where]
+    method = simulation.algorithm
+    assert isinstance(method, PerFedKin)
+    spoken = []
+
+    def client_round(client: Client, message: Message) -> Message:
+        answer = method.client_round(client, message)
+        log_mix = label_mix(client.label_counts()).log()
+        at_home = method.at_home(client, client.state["student"], log_mix)
+        assert isinstance(at_home, torch.Tensor)
+        spoken[-1].append(float(at_home[1, -1]))  # as it is, and alone
+        return answer
+
+    for shift in (0, 1):
+        evidence = 6 * torch.eye(10)[(labels + shift) % 10]
+        message = Message(evidence=evidence, gains=torch.zeros(3, 4))
+        spoken.append([])
+        run_task(simulation.population, client_round, dict.fromkeys(range(6), message), 0)
+    right, wrong = map(np.array, spoken)
+    assert (wrong < right - 3).all()  # by more than the whole burden of proof
 
 
 def test_nobody_is_taught_before_anybody_was_heard() -> None:

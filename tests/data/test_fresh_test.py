@@ -1,4 +1,4 @@
-"""Evaluating clients on samples that nobody holds."""
+"""Evaluating clients on samples that nobody holds, or on the test samples of all."""
 
 import dataclasses
 from pathlib import Path
@@ -14,7 +14,7 @@ import perfed
 from perfed.core.errors import ConfigError
 from perfed.data import Split, build_federation, partitions
 from perfed.data.datasets import Digits, Samples, finished
-from perfed.data.federation import ClientSplit, freshly_tested
+from perfed.data.federation import ClientSplit, freshly_tested, jointly_tested
 from perfed.data.files import Npz
 from tests.conftest import tiny
 
@@ -62,6 +62,72 @@ def test_fresh_samples_are_nobodys_and_have_each_clients_label_mix(
         assert (split.validation == before.validation).all()
         assert sorted(split.unused) == sorted([*before.unused, *before.test])
     assert (after.x[: len(held)] == samples.x).all()
+
+
+@given(
+    labels=st.lists(st.integers(0, LABELS - 1), min_size=30, max_size=80),
+    clients=st.integers(1, 4),
+    mix=st.sampled_from(["test", "held"]),
+    seed=st.integers(0, 99),
+)
+def test_shared_test_samples_are_no_training_samples_and_have_each_clients_label_mix(
+    labels: list[int], clients: int, mix: Any, seed: int
+) -> None:
+    y = np.array(labels)
+    x = np.arange(len(y), dtype=np.float32)[:, None]
+    none = np.zeros(0, dtype=np.int64)
+    samples = Samples(x, y, 1000 + np.arange(len(y)), x[:1], none, LABELS)
+    random = np.random.default_rng(seed)
+    owner = random.permutation(np.arange(len(y)) % clients)
+    splits = [
+        ClientSplit(*np.array_split(random.permutation(np.flatnonzero(owner == k)), 4))
+        for k in range(clients)
+    ]
+    pool = {1000 + i for split in splits for i in split.test.tolist()}
+    there = np.bincount([y[i - 1000] for i in pool], minlength=LABELS)
+
+    after, shared = jointly_tested(samples, splits, mix, seed)
+
+    for before, split in zip(splits, shared, strict=True):
+        assert split.test.min() >= len(y)  # copies: a shift changes them alone
+        original = after.index[split.test]
+        assert set(original) <= pool
+        assert len(set(original)) == len(original)
+        assert (after.y[split.test] == y[original - 1000]).all()
+        assert (after.x[split.test] == x[original - 1000]).all()
+        own = before.test if mix == "test" else np.concatenate([*vars(before).values()])
+        counts = np.where(there > 0, np.bincount(y[own], minlength=LABELS), 0)
+        due = len(original) * counts / counts.sum()
+        found = np.bincount(after.y[split.test], minlength=LABELS)
+        assert (np.abs(found - due) <= 1).all()
+        # Some label is used up, or nearly.
+        assert (there - found)[counts > 0].min() <= 1
+        if mix == "test":
+            assert len(original) >= len(before.test)
+        assert (split.train == before.train).all()
+        assert (split.validation == before.validation).all()
+        assert sorted(split.unused) == sorted([*before.unused, *before.test])
+    assert (after.x[: len(y)] == x).all()
+
+
+def test_with_shared_test_samples_training_is_the_same_and_one_sample_weighs_less(
+    tmp_path: Path,
+) -> None:
+    experiment = tiny(partition={"name": "dirichlet", "alpha": 0.5, "minimum": 10})
+    own = perfed.run(experiment, tmp_path / "own")
+    shared = perfed.run(dataclasses.replace(experiment, shared_test=True), tmp_path / "shared")
+    for k in range(experiment.clients):
+        pairs = zip(own.model(k).parameters(), shared.model(k).parameters(), strict=True)
+        assert all(torch.equal(one, other) for one, other in pairs)
+    assert (shared.per_client()["test_size"] > own.per_client()["test_size"]).all()
+    recorded = shared.directory.read_json("partition.json")["clients"]
+    trained_on = {i for c in recorded for part in ("train", "validation") for i in c[part]}
+    assert not trained_on & {i for c in recorded for i in c["test"]}
+
+
+def test_fresh_and_shared_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match="shared_test: clients are evaluated on fresh samples"):
+        tiny(fresh_test=5, shared_test=True)
 
 
 @pytest.fixture
@@ -157,3 +223,5 @@ def test_where_there_is_nothing_to_spare(stored: dict[str, Any], tmp_path: Path)
     given_clients = Npz(path=str(tmp_path / "given.npz"), public=0, samples=600)
     with pytest.raises(ConfigError, match="fresh_test: given clients may differ"):
         build_federation(given_clients, partitions.build("given"), Split(), 4, 0, fresh_test=10)
+    with pytest.raises(ConfigError, match="shared_test: given clients may differ"):
+        build_federation(given_clients, partitions.build("given"), Split(), 4, 0, shared_test=True)

@@ -185,11 +185,14 @@ def stored(tmp_path: Path) -> dict[str, Any]:
     return {"name": "npz", "path": str(tmp_path / "mine.npz"), "public": 50, "samples": 300}
 
 
+@pytest.mark.parametrize("judges", [{"fresh_test": 90}, {"shared_test": True}])
 @pytest.mark.parametrize("name", CHANGES)
-def test_fresh_samples_are_shifted_like_a_clients_own(stored: dict[str, Any], name: str) -> None:
+def test_others_samples_are_shifted_like_a_clients_own(
+    stored: dict[str, Any], name: str, judges: dict[str, Any]
+) -> None:
     shift = {"name": name, "groups": [1, 1, 1]}
-    after = made(shift, data=stored, fresh_test=90)
-    before = made(data=stored, fresh_test=90)
+    after = made(shift, data=stored, **judges)
+    before = made(data=stored, **judges)
     pictures = np.load(stored["path"])
     meant: list[dict[int, int]] = [{}, {}, {}]  # by group, from what clients train on
     for client, group in enumerate(after.groups.tolist()):
@@ -199,7 +202,7 @@ def test_fresh_samples_are_shifted_like_a_clients_own(stored: dict[str, Any], na
         split, old = after.splits[client], before.splits[client]
         samples = after.samples
         assert np.array_equal(samples.index[split.test], before.samples.index[old.test])
-        assert len(np.unique(split.test)) == 90
+        assert len(np.unique(split.test)) == len(old.test)
         x = scaled(pictures["x"][samples.index[split.test]])
         y = pictures["y"][samples.index[split.test]]
         own_x, own_y = samples.x[split.test], samples.y[split.test]

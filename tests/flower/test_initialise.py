@@ -71,6 +71,7 @@ def test_every_option_with_a_comment_is_one(tmp_path: Path) -> None:
         ({"minimum": 4}, "minimum: 4 answers of 2 clients a round"),
         ({"start_with": 3}, "start_with: 3 of 2 clients"),
         ({"experiment": {"fresh_test": 50}}, "experiment.fresh_test: there are no samples here"),
+        ({"experiment": {"shared_test": True}}, "experiment.shared_test: there are no samples"),
         (
             {"experiment": {"shift": {"name": "labels", "groups": [1, 1]}}},
             "experiment.shift: there are no samples here",

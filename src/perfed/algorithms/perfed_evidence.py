@@ -154,10 +154,15 @@ class PerFedEvidence(Algorithm):
             stream=0,
         )
         client.weights = client.sgd(client.weights, first_hand, stream=0)
-        gains, samples = trial(client, student, mix.log())
+        gains, samples = trial(client, student, mix.log(), "validation")
         proof = gains * samples + PRIOR_SAMPLES * message["gains"]
+        proof = proof + self.at_home(client, student, mix.log())
         client.state = {"student": student, "proof": proof}
         return self.message(client, gains)
+
+    def at_home(self, client: Client, student: Weights, log_mix: Tensor) -> Tensor | float:
+        """What speaks for each choice beside validation samples and the other clients."""
+        return 0.0
 
     def speak(self, client: Client, message: Message) -> Message:
         """Of a client whose messages are private only the witness speaks, and gains, which are of
@@ -202,12 +207,12 @@ def labels_under_mix(
     return cross_entropy(model(private.x) + log_mix, private.y)
 
 
-def trial(client: Client, student: Weights, log_mix: Tensor) -> tuple[Tensor, int]:
-    """How much the log-likelihood of a validation sample gains by each choice of β and w, on
+def trial(client: Client, student: Weights, log_mix: Tensor, part: str) -> tuple[Tensor, int]:
+    """How much the log-likelihood of a sample of a part gains by each choice of β and w, on
     average, and of how many samples."""
-    alone = client.likelihoods(client.weights, "validation")
+    alone = client.likelihoods(client.weights, part)
     sharpened = [Adjusted(student, beta, log_mix) for beta in log_mix.new_tensor(SHARPNESS)]
-    taught = torch.stack([client.likelihoods(model, "validation") for model in sharpened])
+    taught = torch.stack([client.likelihoods(model, part) for model in sharpened])
     shares = log_mix.new_tensor(SHARES)[:, None]
     mixed = (1 - shares) * alone + shares * taught[:, None]  # (β, w, sample)
     return ((mixed + FLOOR).log() - (alone + FLOOR).log()).mean(2), len(alone)

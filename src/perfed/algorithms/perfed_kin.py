@@ -20,6 +20,10 @@ What a client sends and what it does with a table stay as in PerFed-Evidence.
   a stranger among them. Kin fits as the others do, a stranger by chance. A client of a kind of its
   own fits nobody; what helps the others harms it, and a few validation samples that happen to speak
   for the taught model do not outweigh that.
+- **Home.** Both models of a client have learned its training samples, so these cannot tell which is
+  better elsewhere. But a student that is taught what is wrong here has to unlearn it again and
+  again, and never knows them as well as the witness. So they speak in the gate, too: their mean
+  counts like TRAINING_SAMPLES validation samples, however many they are.
 - **Influence.** Numbers of samples count up to CAP times the upper quartile of what clients tell.
 
 Only who has trained is heard, so there is no opening, and no client is taught in the first round.
@@ -36,14 +40,16 @@ import torch
 from torch import Tensor
 
 from perfed.algorithms.lessons import first_hand
-from perfed.algorithms.perfed_evidence import PerFedEvidence
+from perfed.algorithms.perfed_evidence import PerFedEvidence, trial
 from perfed.algorithms.witnesses import Witnesses
 from perfed.core.algorithm import Client, ClientInfo, Reply, Server, algorithms
 from perfed.core.declaration import Maybe, Messages
 from perfed.core.message import Message
 from perfed.core.schema import option
-from perfed.core.tree import Tree
+from perfed.core.tree import Tree, Weights
 
+# What a client's training samples say of its student counts like so many validation samples.
+TRAINING_SAMPLES = 40.0
 # How many times the upper quartile of all a client's number of samples may count.
 CAP = 4.0
 SMALLEST_GROUP = 2
@@ -76,6 +82,10 @@ class PerFedKin(PerFedEvidence):
             client.weights = client.sgd(client.weights, first_hand, stream=0)
             return super().first_message(client)
         return super().client_round(client, message)
+
+    def at_home(self, client: Client, student: Weights, log_mix: Tensor) -> Tensor | float:
+        gains, _ = trial(client, student, log_mix, "train")
+        return TRAINING_SAMPLES * gains
 
     def merge(self, server: Server, state: Tree, replies: Sequence[Reply]) -> Tree:
         now = {str(r.client.id): dict(r.message) for r in replies}

@@ -242,11 +242,13 @@ def build_federation(
     fresh_test: int = 0,
     fresh_mix: FreshMix = "test",
     shift: Shift | None = None,
+    shared_test: bool = False,
 ) -> Federation:
     """Load, divide among clients, and divide each client's samples."""
+    judged_by_others = "fresh_test" if fresh_test else "shared_test" if shared_test else ""
     distant = dataset.client_data(seed, clients)
     if distant is not None:
-        return _distant_federation(distant, partition, split, seed, fresh_test, shift)
+        return _distant_federation(distant, partition, split, seed, judged_by_others, shift)
     samples = _recognised(dataset.load(seed))
     if clients * SMALLEST_CLIENT > len(samples.y):
         raise ConfigError(
@@ -256,13 +258,15 @@ def build_federation(
         )
     samples, holdings, facts = _dealt(samples, partition, clients, seed)
     splits: Sequence[ClientSplit] = Splits(holdings.of, holdings.sizes, split, seed)
+    if judged_by_others and isinstance(partition, Given):
+        raise ConfigError(
+            "given clients may differ in more than labels: only they have samples like theirs",
+            judged_by_others,
+        )
     if fresh_test:
-        if isinstance(partition, Given):
-            raise ConfigError(
-                "given clients may differ in more than labels: only they have samples like theirs",
-                "fresh_test",
-            )
         samples, splits = freshly_tested(samples, splits, fresh_test, fresh_mix, seed)
+    elif shared_test:
+        samples, splits = jointly_tested(samples, splits, fresh_mix, seed)
     samples, scales = standardised(replace(samples, spare=None), splits)
     facts |= scales
     if shift is not None:
@@ -355,7 +359,7 @@ def _distant_federation(
     partition: Partition,
     split: Split,
     seed: int,
-    fresh_test: int,
+    judged_by_others: str,
     shift: Shift | None,
 ) -> Federation:
     """Of clients whose samples are made or read when they are needed."""
@@ -365,8 +369,10 @@ def _distant_federation(
             f"'{partition.registered_name}' would: must be given",
             "partition",
         )
-    if fresh_test:
-        raise ConfigError("every sample is some client's: must be 0", "fresh_test")
+    if judged_by_others:
+        raise ConfigError(
+            "clients' samples are never together in memory: must not be set", judged_by_others
+        )
     _check_smallest(distant.sizes, None)
     splits = Splits(distant.positions, distant.sizes, split, seed)
     facts = {"minimum": 0, "moved_to_minimum": 0, "sizes": distant.sizes}
@@ -393,21 +399,43 @@ def freshly_tested(
             "than there are",
             "fresh_test",
         )
-    wanted = np.array([_label_quota(samples, split, count, mix) for split in splits])
+    wanted = np.array([_quota(_label_mix(samples, split, mix), count) for split in splits])
     most = wanted.max(axis=0)
     left = numpy_stream(seed, "fresh-test").permutation(spare.where)
-    taken = []
-    for label, needed in enumerate(most):
-        there = left[spare.all.y[left] == label]
+    by_label = [left[spare.all.y[left] == label] for label in range(samples.classes)]
+    for label, (there, needed) in enumerate(zip(by_label, most, strict=True)):
         if len(there) < needed:
             raise ConfigError(
                 f"{needed} samples of label {label} are needed that no client holds, there are "
                 f"{len(there)}: fewer, or fewer data.samples",
                 "fresh_test",
             )
-        taken.append(there[:needed])
-    first = len(samples.y) + np.cumsum(most) - most  # where each label's begin
-    return with_spare(samples, np.concatenate(taken)), [
+    used = [there[:needed] for there, needed in zip(by_label, most, strict=True)]
+    return with_spare(samples, np.concatenate(used)), _tested_on(len(samples.y), wanted, splits)
+
+
+def jointly_tested(
+    samples: Samples, splits: Sequence[ClientSplit], mix: FreshMix, seed: int
+) -> tuple[Samples, list[ClientSplit]]:
+    """Every client on the test samples of all, which nobody trains on: as many as there are with
+    the client's label mix. They are copies, for a shift changes them as it changes the client."""
+    pool = numpy_stream(seed, "shared-test").permutation(
+        np.concatenate([split.test for split in splits])
+    )
+    by_label = [pool[samples.y[pool] == label] for label in range(samples.classes)]
+    there = np.array([len(of) for of in by_label])
+    wanted = np.array([_largest_quota(_label_mix(samples, s, mix), there) for s in splits])
+    used = [of[:needed] for of, needed in zip(by_label, wanted.max(axis=0), strict=True)]
+    everything = np.concatenate([np.arange(len(samples.y)), *used])
+    return taken(samples, everything), _tested_on(len(samples.y), wanted, splits)
+
+
+def _tested_on(end: int, wanted: np.ndarray, splits: Sequence[ClientSplit]) -> list[ClientSplit]:
+    """Splits whose test samples begin at ``end``, label by label: of each, a client has the first
+    that it wants. What was its own to test is not used."""
+    most = wanted.max(axis=0)
+    first = end + np.cumsum(most) - most
+    return [
         replace(
             split,
             test=np.concatenate(
@@ -419,11 +447,26 @@ def freshly_tested(
     ]
 
 
-def _label_quota(samples: Samples, split: ClientSplit, count: int, mix: FreshMix) -> np.ndarray:
-    """How many of each label make ``count`` with a client's mix; none is off by more than one."""
+def _label_mix(samples: Samples, split: ClientSplit, mix: FreshMix) -> np.ndarray:
     alike = split.test if mix == "test" else np.concatenate([*vars(split).values()])
-    upto = np.cumsum(np.bincount(samples.y[alike], minlength=samples.classes)) / len(alike)
-    return np.diff(np.round(upto * count), prepend=0).astype(int)
+    return np.bincount(samples.y[alike], minlength=samples.classes) / len(alike)
+
+
+def _quota(shares: np.ndarray, count: int) -> np.ndarray:
+    """How many of each label make ``count``; none is off by more than one."""
+    return np.diff(np.round(np.cumsum(shares) * count), prepend=0).astype(int)
+
+
+def _largest_quota(shares: np.ndarray, there: np.ndarray) -> np.ndarray:
+    """The most samples with these shares, where of each label so many are there. On a label that
+    is not there nobody can be evaluated."""
+    shares = np.where(there > 0, shares, 0.0)
+    shares = shares / shares.sum()
+    asked = shares > 0
+    count = int((there[asked] / shares[asked]).min()) + 1
+    while (_quota(shares, count) > there).any():
+        count -= 1
+    return _quota(shares, count)
 
 
 def shifted(

@@ -314,11 +314,12 @@ class CoordinatorOptions(Options):
             )
         if self.start_with > clients:
             raise ConfigError(f"{self.start_with} of {clients} clients", "start_with")
-        if self.experiment.fresh_test:
-            raise ConfigError(
-                "there are no samples here: sites are evaluated on their own",
-                "experiment.fresh_test",
-            )
+        for name in ("fresh_test", "shared_test"):
+            if getattr(self.experiment, name):
+                raise ConfigError(
+                    "there are no samples here: sites are evaluated on their own",
+                    f"experiment.{name}",
+                )
         if self.experiment.shift is not None:
             raise ConfigError(
                 "there are no samples here: sites have their own as they are", "experiment.shift"

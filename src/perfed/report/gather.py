@@ -33,6 +33,7 @@ CLIENTS = (
     "shift",
     "split",
     "fresh_test",
+    "shared_test",
     "fresh_mix",
 )
 
