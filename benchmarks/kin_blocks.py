@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -35,6 +36,7 @@ ABLATED = {
     "oracle": "true groups given",
     "evidence": "one table (PerFed-Evidence)",
     "trusting": "without asking who is a stranger",
+    "by validation": "without training samples in the gate",
     "forgetful": "without the server's memory",
 }
 GIVEN = {
@@ -44,12 +46,13 @@ GIVEN = {
     "c=3, kin": "with kin for c-means",
     "kin": "PerFed-Kin",
 }
-PRIORS = {
-    "trusting": "counts for all",
-    "before": "by share of ρ (before)",
-    "for kin": "for kin, with p",
-    "against strangers": "**and against strangers, with 1 − p**",
-    "doubted": "p by own samples too",
+GATES = {
+    "trusting": "what others gained counts for all",
+    "by validation": "and against strangers",
+    "cautious": "and twice the caution",
+    "training 20": "training samples count 20",
+    "training 40": "**training samples count 40**",
+    "training 80": "training samples count 80",
 }
 MINORITY = ("kin", "oracle", *(name for name in OTHERS if name != "fedavg"))
 DRAWS = 2000
@@ -153,30 +156,27 @@ def side_by_side(family: str, titles: Mapping[str, str]) -> str:
 
 
 def gate() -> str:
-    """What each prior of the gate gains, by validation samples that it has not seen."""
+    """What each gate gains, by validation samples of other clients, which it has not heard of."""
     record = result("kin_gate")
-    rows = {(row["setting"], row["prior"]): row for row in record["rows"]}
-    lines = []
-    for setting in record["seeds"]:
-        lines.append((setting, *(_left_out(rows[setting, prior]) for prior in PRIORS)))
-        if setting.startswith("one"):
-            alone = (_left_out(rows[setting, prior], group=1) for prior in PRIORS)
-            lines.append(("– the one", *alone))
-    seeds = sorted({seed for seeds in record["seeds"].values() for seed in seeds})
-    fewest = min(len(seeds) for seeds in record["seeds"].values())
+    rows = {(row["family"], row["setting"], row["gate"]): row for row in record["rows"]}
+    tables = []
+    for family in dict.fromkeys(row["family"] for row in record["rows"]):
+        lines = []
+        for setting in dict.fromkeys(row["setting"] for row in record["rows"]):
+            of = [rows[family, setting, name] for name in GATES]
+            lines.append((setting, *map(cell, of)))
+            if setting.endswith("other labels"):
+                lines.append(("– those alone", *(cell(row, group=1) for row in of)))
+        tables.append(Table(FAMILIES[family], ("", *GATES.values()), lines))
+    seeds = record["seeds"]
     note = (
-        f"Digits, MLP, tuning seeds from {seeds[0]}, {fewest} to {len(seeds)} of them. Points of "
-        "validation accuracy above the witness, mean over clients / percent of clients that lose, "
-        "each sample judged by a gate that has not seen it "
+        f"Tuning seeds {seeds[0]} to {seeds[-1]}. Points of accuracy above the witness / percent "
+        f"of clients more than {HARM:g} points below it, by the validation samples of all other "
+        "clients, seen in the client's way and in proportion to its labels "
         f"{machine(record['environment'])}."
     )
-    return layout.markdown([Table("", ("", *PRIORS.values()), lines, note)])
-
-
-def _left_out(row: dict[str, Any], group: int | None = None) -> str:
-    everyone = [gain for clients in gains(row, group) for gain in clients]
-    lost = 100 * statistics.mean(gain < 0 for gain in everyone)
-    return f"{statistics.mean(everyone):+.1f} / {lost:.0f}"
+    tables[-1] = dataclasses.replace(tables[-1], note=note)
+    return layout.markdown(tables)
 
 
 def repaired() -> str:
@@ -209,7 +209,13 @@ def _note(family: str, record: dict[str, Any]) -> str:
     has_weights = any(row["method"] in ("ditto", "c=3") for row in record["rows"])
     tuned = f"; λ of PerFed-CKT and Ditto by the validation data of seeds {record['tuning_seeds']}"
     tuned = tuned if has_weights else ""
-    judged = f"{fresh:,} fresh samples for each client" if fresh else "clients' own test samples"
+    judged = (
+        f"{fresh:,} fresh samples for each client"
+        if fresh
+        else "the test samples of all clients, as many as there are with the client's mix of labels"
+        if config.get("shared_test")
+        else "clients' own test samples"
+    )
     return (
         f"{FAMILIES[family]}: {config['clients']} clients, {config['clients_per_round']} a round, "
         f"{config['rounds']} rounds, seeds {record['seeds']}{tuned}. Local: accuracy in percent. "

@@ -1,30 +1,32 @@
-"""Which prior should PerFed-Kin's gate have? Judged by validation samples of tuning seeds alone.
+"""How should PerFed-Kin's gate decide? Judged by validation samples of tuning seeds alone.
 
-    python benchmarks/kin_gate.py         runs what is missing, then judges; some ten minutes
+    python benchmarks/kin_gate.py             runs what is missing, then judges; twenty minutes
+    python benchmarks/kin_gate.py 1/2         the first half of the runs; the second elsewhere
 
 What clients learn does not depend on the gate. So each setting is run once, and what a gate decides
-by is kept: what clients said last, and what both models make of every validation sample. A gate is
-asked once for every validation sample, of which it does not know; that sample judges it. So a gate
-has one sample less here than in a run. Kinds must gain by two standard errors, as they had to when
-the gate was chosen.
+by is kept: what clients said last, and what both models of each client make of its samples. Every
+gate is then judged by the validation samples of all *other* clients, as this client would see them
+(in its group's way, each label in proportion to the client's mix): its gate has not heard of them,
+and they are some 135, where its own are five.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from committed import ROOT
-from kin import RESULTS, experiment
+from kin import RESULTS, SETTINGS, experiment
 from torch import Tensor
-from torch.nn.functional import softmax
+from torch.func import functional_call
 
-from perfed import Execution
+from perfed import Execution, Experiment
 from perfed.algorithms.perfed_evidence import (
     FLOOR,
     PRIOR_SAMPLES,
@@ -33,221 +35,193 @@ from perfed.algorithms.perfed_evidence import (
     choice,
     label_mix,
 )
-from perfed.algorithms.perfed_kin import PerFedKin, bounded, kinship
+from perfed.algorithms.perfed_kin import PerFedKin, bounded, kinship, prior
 from perfed.algorithms.witnesses import Witnesses
-from perfed.core.algorithm import Adjusted, Client, algorithms
+from perfed.core.algorithm import Client, Predictor, algorithms
 from perfed.core.channel import Channel
 from perfed.core.message import Message
+from perfed.data import Federation
+from perfed.data.shift import Shifting
 from perfed.runs.directory import environment
 from perfed.runs.simulation import Simulation
-from perfed.runs.study import folder_name
+from perfed.runs.study import Shard, folder_name
 
-SEEDS = {
-    "one with other labels": range(1000, 1012),
-    "labels permuted, Dir(0.3)": range(1000, 1012),
-    "10 % with other labels": range(1000, 1004),
-    "20 % with other labels": range(1000, 1004),
-    "labels permuted": range(1000, 1004),
-    "rotated, public set too": range(1000, 1004),
-    "rotated": range(1000, 1004),
-    "contrast": range(1000, 1004),
-    "IID": range(1000, 1004),
-    "Dir(0.5)": range(1000, 1004),
-    "Dir(0.1)": range(1000, 1004),
-    "Dir(0.01)": range(1000, 1004),
-    "latent groups": range(1000, 1004),
-}
+FAMILIES = ("digits", "digits-three")
+SEEDS = range(1000, 1006)
 FOLDER = ROOT / "runs" / "kin-gate"
-STUDENT = (SHARPNESS.index(1.0), SHARES.index(1.0))
 CAUTION = PerFedKin().caution
-SEEN: dict[int, dict[str, np.ndarray]] = {}
+PARTS = ("train", "validation", "others")
+MODELS = ("witness", "student")
 
 
 @algorithms.register("kin-observed")
 @dataclass(frozen=True)
 class Observed(PerFedKin):
-    """Writes down what both models make of each validation sample."""
+    """Both models of a client by themselves."""
 
-    def client_round(self, client: Client, message: Message) -> Message:
-        answer = super().client_round(client, message)
-        if client.state:
-            SEEN[client.id] = observed(client)  # type: ignore[attr-defined]
-        return answer
+    def models(self, client: Client, message: Message) -> dict[str, Predictor]:
+        student = client.state.get("student", client.weights)
+        return {"personal": client.weights, "student": student}
 
 
-def observed(client: Client) -> dict[str, np.ndarray]:
-    log_mix, student = label_mix(client.label_counts()).log(), client.state["student"]
-    alone = client.likelihoods(client.weights, "validation")
-    own = softmax(client.logits(client.weights, on="validation"), 1)
-    logits = client.logits(student, on="validation")
-    taught, right = [], [_is_right(own, alone)]
-    for beta in SHARPNESS:
-        likelihood = client.likelihoods(
-            Adjusted(student, log_mix.new_tensor(beta), log_mix), "validation"
-        )
-        told = softmax(beta * logits + log_mix, 1)
-        taught.append(likelihood)
-        right += [
-            _is_right((1 - w) * own + w * told, (1 - w) * alone + w * likelihood) for w in SHARES
-        ]
-    tensors = {"alone": alone, "taught": torch.stack(taught), "right": torch.stack(right)}
-    return {name: values.numpy() for name, values in tensors.items()}
-
-
-def _is_right(probabilities: Tensor, of_label: Tensor) -> Tensor:
-    return probabilities.max(1).values <= of_label * (1 + 1e-5)
-
-
-def collect(setting: str, seed: int, path: Path) -> None:
-    SEEN.clear()
-    what = experiment("digits", setting, {"name": "kin-observed", "standard_errors": 2.0}, seed)
-    simulation, channel = Simulation(what, how=Execution(engine="stacked")), Channel()
+def collect(family: str, setting: str, seed: int, path: Path) -> None:
+    what = experiment(family, setting, {"name": "kin-observed"}, seed)
+    simulation, channel = Simulation(what, how=Execution(engine="stacked", device="cpu")), Channel()
     simulation.begin(channel)
     for number in range(what.rounds):
         simulation.play_round(number, channel)
-    state = simulation.progress.state
-    names = [name for name in state["bank"] if int(name) in SEEN]
-    groups = what.shift.deal(what.clients, seed) if what.shift else np.zeros(what.clients, int)
-    seen = [SEEN[int(name)] for name in names]
+    last = what.rounds - 1
+    messages = simulation.evaluation_messages(last)
+    (made,) = simulation.engine.perform([simulation.population.call("models", messages, last)])
+    state, federation = simulation.progress.state, simulation.federation
+    kept = []
+    for name, sent in state["bank"].items():
+        client = int(name)
+        module = simulation.population.modules[simulation.population.architectures[client]]
+        said = {}
+        for part, x, y in samples(what, federation, client):
+            said[f"{part}_labels"] = torch.as_tensor(y)
+            for model, weights in zip(MODELS, made[client].values(), strict=True):
+                tensors = weights.params | weights.buffers
+                with torch.no_grad():
+                    said[f"{part}_{model}"] = functional_call(module.eval(), tensors, (x,)).double()
+        split = federation.splits[client]
+        held = torch.as_tensor(federation.samples.y[np.concatenate([*vars(split).values()])])
+        trained = torch.as_tensor(federation.samples.y[split.train])
+        classes = federation.samples.classes
+        kept.append(
+            said
+            | {name: torch.as_tensor(sent[name]) for name in ("soft_decisions", "samples", "gains")}
+            | {
+                "kind": torch.as_tensor(state["kind"][name]),
+                "group": torch.as_tensor(federation.groups[client]),
+                "mix": torch.bincount(held, minlength=classes) / len(held),
+                "log_mix": label_mix(torch.bincount(trained, minlength=classes)).log(),
+            }
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
-    np.savez_compressed(
-        path,
-        decisions=np.stack([np.asarray(state["bank"][n]["soft_decisions"]) for n in names]),
-        samples=np.array([float(state["bank"][n]["samples"]) for n in names]),
-        kind=np.array([int(state["kind"][n]) for n in names]),
-        group=np.array([groups[int(n)] for n in names]),
-        n=np.array([len(one["alone"]) for one in seen]),
-        **{
-            name: np.concatenate([one[name] for one in seen], axis=-1)
-            for name in ("alone", "taught", "right")
-        },
-    )
+    torch.save(kept, path)
 
 
-@dataclass(frozen=True)
+def samples(
+    what: Experiment, federation: Federation, client: int
+) -> Iterator[tuple[str, Tensor, np.ndarray]]:
+    """A client's own, and the validation samples of all others as it would see them."""
+    split, held = federation.splits[client], federation.samples
+    for part in PARTS[:2]:
+        where = getattr(split, part)
+        yield part, torch.as_tensor(held.x[where]), held.y[where]
+    plain = replace(what, shift=None).federation()
+    others = [plain.splits[k].validation for k in range(plain.clients) if k != client]
+    x, y = (of[np.concatenate(others)] for of in (plain.samples.x, plain.samples.y))
+    if what.shift is not None:
+        shifting = Shifting.of(
+            what.shift, plain.clients, plain.inputs, plain.samples.classes, what.seed
+        )
+        x, y = shifting.fresh(int(shifting.groups[client]), x, y)
+    yield PARTS[2], torch.as_tensor(np.ascontiguousarray(x)), y
+
+
 class Case:
-    """What is known of a client when one of its validation samples is left out."""
+    """What a gate knows of a client, and what its choice would bring."""
 
-    own: Tensor
-    """Gains of the other samples, (β, w, sample)."""
-    others: Tensor
-    """Mean gains of the others of its group, (client, β, w)."""
-    kin: float
-    fits: float
-    """Its fit as a share of the group's mean, as the gate before had it."""
-
-
-Prior = Callable[[Case], Tensor]
+    def __init__(self, kept: dict[str, Tensor], expected: Tensor, trusting: Tensor) -> None:
+        self.expected, self.trusting = expected, trusting
+        self.validation = gains(kept, "validation").sum(2)
+        self.training = gains(kept, "train").mean(2)
+        self.gain = _gain_in_accuracy(kept)
+        self.group = int(kept["group"])
 
 
-def before(case: Case) -> Tensor:
-    return case.others.mean(0) * min(max(4 * case.fits - 1, 0), 1)
+def probabilities(kept: dict[str, Tensor], part: str) -> tuple[Tensor, Tensor]:
+    """Of the witness, (sample, class), and of every choice of β and w, (β, w, sample, class)."""
+    alone = kept[f"{part}_witness"].softmax(1)
+    sharpness, shares = torch.tensor(SHARPNESS).double(), torch.tensor(SHARES).double()
+    logits = sharpness[:, None, None] * kept[f"{part}_student"] + kept["log_mix"].double()
+    taught, share = logits.softmax(2)[:, None], shares[:, None, None]
+    return alone, (1 - share) * alone + share * taught
 
 
-def trusting(case: Case) -> Tensor:
-    return case.others.mean(0)
+def gains(kept: dict[str, Tensor], part: str) -> Tensor:
+    """Gains in log-likelihood, (β, w, sample)."""
+    alone, mixed = probabilities(kept, part)
+    label = kept[f"{part}_labels"][:, None]
+    own = (alone.gather(1, label)[:, 0] + FLOOR).log()
+    where = label.expand(*mixed.shape[:2], *label.shape)
+    return (mixed.gather(3, where)[..., 0] + FLOOR).log() - own
 
 
-def for_kin(case: Case) -> Tensor:
-    return case.kin * case.others.mean(0)
+def _gain_in_accuracy(kept: dict[str, Tensor]) -> Tensor:
+    """In points, of each choice, by the others' samples with the client's mix."""
+    labels = kept["others_labels"]
+    there = torch.bincount(labels, minlength=len(kept["mix"])).clamp(min=1)
+    weight = (kept["mix"] / there)[labels].double()
+    alone, mixed = probabilities(kept, "others")
+    right = (mixed.argmax(3) == labels).double() - (alone.argmax(1) == labels).double()
+    # A client whose labels nobody else has in its validation samples cannot be judged.
+    return 100 * (right @ weight) / weight.sum().clamp(min=1e-9)
 
 
-def against_strangers(case: Case) -> Tensor:
-    mean = case.others.mean(0)
-    return case.kin * mean - (1 - case.kin) * mean.abs()
+def gate(training: float, caution: float = CAUTION, trusting: bool = False) -> Callable[..., float]:
+    def gained(case: Case) -> float:
+        expected = case.trusting if trusting else case.expected
+        proof = case.validation + PRIOR_SAMPLES * expected + training * case.training
+        share, sharpness = (float(value) for value in choice(proof, caution))
+        if share == 0:
+            return 0.0
+        beta = min(range(len(SHARPNESS)), key=lambda b: abs(SHARPNESS[b] - sharpness))
+        return float(case.gain[beta, SHARES.index(share)])
+
+    return gained
 
 
-def doubted(case: Case) -> Tensor:
-    """Kinship is also asked of the client's own samples: to kin the student brings what it brings
-    to the others, to a stranger as much less than nothing, with the variance over the others."""
-    mean = case.others.mean(0)
-    usual = mean[STUDENT].clamp(min=0)
-    variance = (usual**2 + ((case.others[:, *STUDENT] - usual) ** 2).sum()) / len(case.others)
-    own = case.own[STUDENT].mean() if case.own.shape[2] else torch.tensor(0.0)
-    odds = torch.tensor(case.kin).double().logit() + 2 * usual * own / variance.clamp(min=1e-9)
-    kin = odds.sigmoid()
-    return kin * mean - (1 - kin) * mean.abs()
-
-
-PRIORS: dict[str, Prior] = {
-    "before": before,
-    "trusting": trusting,
-    "for kin": for_kin,
-    "against strangers": against_strangers,
-    "doubted": doubted,
+GATES = {
+    "trusting": gate(0, trusting=True),
+    "by validation": gate(0),
+    "cautious": gate(0, caution=2 * CAUTION),
+    "training 20": gate(20),
+    "training 40": gate(40),
+    "training 80": gate(80),
 }
 
 
-def judge(stored: dict[str, np.ndarray]) -> dict[str, list[list[float]]]:
-    """Of every client the mean gain in accuracy by each prior, over samples left out, and its
-    group."""
-    said = Witnesses.hear(
-        torch.tensor(stored["decisions"]), bounded(torch.tensor(stored["samples"]))
+def cases(kept: list[dict[str, Tensor]]) -> list[Case]:
+    decisions, numbers, told, kind = (
+        torch.stack([one[name] for one in kept])
+        for name in ("soft_decisions", "samples", "gains", "kind")
     )
-    kind = torch.tensor(stored["kind"])
-    kin, fits = kinship(said, kind), shares_of_fit(said, kind)
-    gains, right = per_client(stored)
-    means = torch.stack([gain.mean(2) for gain in gains])
-    result: dict[str, list[list[float]]] = {name: [] for name in PRIORS}
-    for k in range(len(gains)):
-        others = (kind == kind[k]) & (torch.arange(len(kind)) != k)
-        for name, prior in PRIORS.items():
-            found = []
-            for out in range(gains[k].shape[2]):
-                own = torch.cat([gains[k][..., :out], gains[k][..., out + 1 :]], 2)
-                case = Case(own, means[others], float(kin[k]), float(fits[k]))
-                proof = own.sum(2) + (PRIOR_SAMPLES * prior(case) if others.any() else 0)
-                found.append(right[k][_row(proof), out] - right[k][0, out])
-            result[name].append([round(100 * float(np.mean(found)), 2), int(stored["group"][k])])
-    return result
+    said = Witnesses.hear(decisions, bounded(numbers))
+    expected = prior(told, kind, kinship(said, kind)).double()
+    trusting = prior(told, kind, torch.ones(len(kind))).double()
+    return [Case(*known) for known in zip(kept, expected, trusting, strict=True)]
 
 
-def _row(proof: Tensor) -> int:
-    """Where the choice stands among those whose answers were kept; 0: the witness alone."""
-    share, sharpness = choice(proof, CAUTION)
-    if float(share) == 0:
-        return 0
-    beta, w = SHARPNESS.index(round(float(sharpness), 3)), SHARES.index(round(float(share), 3))
-    return 1 + beta * len(SHARES) + w
-
-
-def per_client(stored: dict[str, np.ndarray]) -> tuple[list[Tensor], list[np.ndarray]]:
-    shares = np.array(SHARES)[:, None]
-    mixed = (1 - shares) * stored["alone"] + shares * stored["taught"][:, None].astype(float)
-    gains = torch.tensor(np.log(mixed + FLOOR) - np.log(stored["alone"] + FLOOR))
-    ends = np.cumsum(stored["n"])[:-1]
-    rights = np.split(stored["right"].astype(float), ends, axis=1)
-    return list(gains.tensor_split(torch.tensor(ends), dim=2)), rights
-
-
-def shares_of_fit(said: Witnesses, kind: Tensor) -> Tensor:
-    """What the gate before asked: the fit, shrunk by one sample, by the group's mean fit."""
-    result = torch.ones(len(said), dtype=torch.double)
-    for group in range(int(kind.max()) + 1):
-        members = kind == group
-        voice, fit = said.voice[members], said.fit(members)[members]
-        usual = ((voice * fit).sum() / voice.sum().clamp(min=1e-9)).clamp(min=0.05)
-        result[members] = (voice * fit + usual) / (voice + 1) / usual
-    return result
-
-
-def main() -> None:
+def main(part: str = "1/1") -> None:
+    torch.set_num_threads(1)
+    shard = Shard.parse(part)
+    wanted = [(f, setting, seed) for seed in SEEDS for f in FAMILIES for setting in SETTINGS]
+    for run in wanted[shard.number - 1 :: shard.of]:
+        if not path_of(*run).is_file():
+            collect(*run, path_of(*run))
+    if any(not path_of(*run).is_file() for run in wanted):
+        return
     rows: list[dict[str, Any]] = []
-    for setting, seeds in SEEDS.items():
-        clients: dict[str, list[Any]] = {name: [] for name in PRIORS}
-        for seed in seeds:
-            path = FOLDER / f"{folder_name(f'{setting}-{seed}')}.npz"
-            if not path.is_file():
-                collect(setting, seed, path)
-            with np.load(path) as stored:
-                for name, found in judge(dict(stored)).items():
-                    clients[name].append(found)
-        rows += [{"setting": setting, "prior": p, "clients": of} for p, of in clients.items()]
-    seeds = {setting: list(seeds) for setting, seeds in SEEDS.items()}
-    record = {"rows": rows, "seeds": seeds, "environment": environment(torch.device("cpu"))}
+    for family in FAMILIES:
+        for setting in SETTINGS:
+            runs = [cases(torch.load(path_of(family, setting, seed))) for seed in SEEDS]
+            for name, gained in GATES.items():
+                clients = [[[round(gained(one), 2), one.group] for one in run] for run in runs]
+                rows.append(
+                    {"family": family, "setting": setting, "gate": name, "clients": clients}
+                )
+    record = {"rows": rows, "seeds": [*SEEDS], "environment": environment(torch.device("cpu"))}
     path = RESULTS / "kin_gate.json"
     path.write_text(json.dumps(record, separators=(",", ":")) + "\n", "utf-8")
 
 
+def path_of(family: str, setting: str, seed: int) -> Path:
+    return FOLDER / f"{folder_name(f'{family}-{setting}-{seed}')}.pt"
+
+
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])
