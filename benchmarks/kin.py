@@ -11,7 +11,9 @@ each a process of its own. Nothing more is begun after some time: seconds=600. R
 records go to runs/, or elsewhere: out=FOLDER.
 
 A family is a set of data and one network for all, or three (``digits-three``). ``cifar`` and
-``cifar-three`` are for a GPU: add device=cuda. Stopped, it goes on where it was.
+``cifar-three`` are for a GPU: add device=cuda. Stopped, it goes on where it was. In ``digits-own``
+and ``digits-three-own`` clients are judged by their own few test samples, to see what that changes:
+methods=local+kin.
 
 Local training here is of the same clients at the same times as in the methods. ``oracle`` is
 PerFed-Kin with the true groups given: no method, but a bound for finding them. What PerFed-Kin has
@@ -59,12 +61,8 @@ from perfed.runs.study import Record, Shard, Study, folder_name, machines
 
 RESULTS = ROOT / "benchmarks" / "results"
 TUNING_SEEDS = (1000, 1001)
-SEEDS = {  # none of them had a say in the method
-    "digits": (81, 82, 83, 84, 85),
-    "digits-three": (81, 82, 83, 84, 85),
-    "cifar": (51, 52, 53, 54, 55),
-    "cifar-three": (51, 52, 53, 54, 55),
-}
+SEEDS = {"digits": (81, 82, 83, 84, 85), "cifar": (51, 52, 53, 54, 55)}
+"""By what a family's name begins with. None of them had a say in the method."""
 
 
 @algorithms.register("kin-oracle")
@@ -231,6 +229,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "cifar": CIFAR,
     "cifar-three": CIFAR | {"models": {"architectures": THREE_OF_PICTURES}},
 }
+OWN_TESTS = {"shared_test": False}
+FAMILIES |= {f"{name}-own": FAMILIES[name] | OWN_TESTS for name in ("digits", "digits-three")}
 IID = {"name": "iid"}
 SKEWED = {"name": "dirichlet", "minimum": 20}
 TURNED = {"name": "rotation", "groups": [1, 1, 1, 1]}
@@ -268,6 +268,10 @@ WEIGHTS = {"perfed-ckt": (0.1, 0.5, 2.0, 8.0), "ditto": (0.1, 1.0, 10.0)}
 CLUSTERS = (1, 2, 3, 4)
 GIVEN = ("memory", "gate", "kin")
 NARROWED = ("methods", "settings")
+
+
+def seeds(family: str) -> tuple[int, ...]:
+    return SEEDS[family.partition("-")[0]]
 
 
 def experiment(family: str, setting: str, algorithm: Mapping[str, Any], seed: int) -> Experiment:
@@ -371,7 +375,7 @@ def cells(
     """All of them, or those of some methods and settings."""
     return {
         run_name(setting, method, seed): experiment(family, setting, algorithm, seed)
-        for seed in SEEDS[family]
+        for seed in seeds(family)
         for setting in settings or SETTINGS
         for method, algorithm in methods(family, setting, seed).items()
         if not wanted or method in wanted
@@ -381,17 +385,17 @@ def cells(
 def gathered(family: str, records: Mapping[str, Record]) -> dict[str, Any]:
     rows = []
     for setting in SETTINGS:
-        for method in methods(family, setting, SEEDS[family][0]):
+        for method in methods(family, setting, seeds(family)[0]):
             row = _row(family, setting, method, records)
             if row["seeds"]:
                 rows.append({"setting": setting, "method": method} | row)
-    return {"rows": rows, "seeds": SEEDS[family], "tuning_seeds": TUNING_SEEDS}
+    return {"rows": rows, "seeds": seeds(family), "tuning_seeds": TUNING_SEEDS}
 
 
 def _row(family: str, setting: str, method: str, records: Mapping[str, Record]) -> dict[str, Any]:
     """Of every client of every seed: points above its local model, group, made by the repair."""
-    seeds, accuracy, clients, sent = [], [], [], []
-    for seed in SEEDS[family]:
+    ran, accuracy, clients, sent = [], [], [], []
+    for seed in seeds(family):
         local = records.get(run_name(setting, "local", seed))
         record = records.get(run_name(setting, method, seed))
         if not (local and record and "summary" in record and "summary" in local):
@@ -401,7 +405,7 @@ def _row(family: str, setting: str, method: str, records: Mapping[str, Record]) 
         everyone = range(len(reached))
         groups = record["clients"].get("group", [0] * len(reached))
         repaired = record["clients"].get("repaired", [False] * len(reached))
-        seeds.append(seed)
+        ran.append(seed)
         accuracy.append(round(statistics.mean(reached), 5))
         clients.append(
             [
@@ -412,7 +416,7 @@ def _row(family: str, setting: str, method: str, records: Mapping[str, Record]) 
         traffic = record["summary"]["traffic"]
         sent.append((traffic["up_bytes"] + traffic["down_bytes"]) / record["config"]["rounds"])
     per_round = round(statistics.mean(sent)) if sent else 0
-    return {"seeds": seeds, "accuracy": accuracy, "clients": clients, "bytes_per_round": per_round}
+    return {"seeds": ran, "accuracy": accuracy, "clients": clients, "bytes_per_round": per_round}
 
 
 def write(

@@ -131,6 +131,18 @@ def _bytes_a_round(rows: dict[tuple[str, str], dict[str, Any]], method: str) -> 
     return quantity(max(sent), "B")
 
 
+def own_tests() -> str:
+    """Who seems harmed by clients' own test samples, and who by those of all clients."""
+    families = ("digits-own", "digits", "digits-three-own", "digits-three")
+    found = [_found(family) for family in families]
+    lines = [
+        (setting, *(cell(rows[setting, "kin"]) for _, rows in found))
+        for setting in found[0][0]["settings"]
+    ]
+    header = ("", "MLP: own", "of all", "three networks: own", "of all")
+    return layout.markdown([Table("", header, lines)])
+
+
 def minority(family: str) -> str:
     """Only those whose labels mean something else."""
     record, rows = _found(family)
@@ -231,6 +243,7 @@ BLOCKS = {
     "kin-minority": lambda: minority("digits"),
     "kin-ablation": lambda: side_by_side("digits", ABLATED),
     "kin-ckt": lambda: side_by_side("digits", GIVEN),
+    "kin-own-tests": own_tests,
     "kin-repaired": repaired,
     "kin-gate": gate,
     "kin-digits-three": lambda: comparison("digits-three"),
