@@ -221,27 +221,40 @@ def _listens(address: str) -> bool:
     return False
 
 
-def keep_gate(kept: Services, folder: Path, host: str, port: int) -> None:
-    """Where sites come in, until it listens: with TLS from anywhere, else from this machine."""
-    from perfed.flower.gate import serve as open_gate
-
-    link, run = superlink_address(folder), run_directory(folder)
-    certificates = folder / "certificates" if (folder / "certificates").is_dir() else None
-    if certificates is None and host not in ("", LOOPBACK):
+def check_gate(folder: Path, host: str, port: int) -> str:
+    """The address where sites come in: with TLS any, else this machine's own. It must be free."""
+    tls = (folder / "certificates").is_dir()
+    if not tls and host not in ("", LOOPBACK):
         raise ConfigError("without TLS sites come in from this machine alone", "--host")
-    host = host or (ANYWHERE if certificates else LOOPBACK)
-    here = f"{LOOPBACK if host == ANYWHERE else host}:{port}"
-    if _listens(here):
+    host = host or (ANYWHERE if tls else LOOPBACK)
+    if _listens(here := _seen_from_here(host, port)):
         raise ConfigError(
             f"something listens at {here} already: stop it, or choose another port and pack the "
             "kits anew ('perfed federation kits --address')",
             "--port",
         )
+    return host
+
+
+def _seen_from_here(host: str, port: int) -> str:
+    return f"{LOOPBACK if host == ANYWHERE else host}:{port}"
+
+
+def keep_gate(kept: Services, folder: Path, host: str, port: int) -> None:
+    """Where sites come in, until it listens."""
+    from perfed.flower.gate import serve as open_gate
+
+    host, link, run = (
+        check_gate(folder, host, port),
+        superlink_address(folder),
+        run_directory(folder),
+    )
+    certificates = folder / "certificates" if (folder / "certificates").is_dir() else None
     kept.keep(
         "the gate",
         lambda: kept.start(lambda: open_gate(link, certificates, run, host, port), [], folder),
     )
-    while not _listens(here):
+    while not _listens(_seen_from_here(host, port)):
         kept.tend(0.1)
 
 
@@ -252,6 +265,7 @@ def run_directory(folder: Path) -> Path:
 def serve(folder: Path, host: str, port: int) -> None:
     """The coordinator's side, until it is stopped."""
     folder = folder.absolute()
+    check_gate(folder, host, port)  # says what is wrong before anything is loaded
     with suppress(Stopped), services(folder / HOME) as kept:
         keep_superlink(kept, folder)
         say(f"the superlink listens at {superlink_address(folder)}, for this machine alone")
