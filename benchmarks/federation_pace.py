@@ -22,8 +22,15 @@ from typing import Any
 import torch
 
 from perfed.flower.initialise import initialise
-from perfed.flower.kit import KITS, open_kit
-from perfed.flower.services import HOME, keep_site, keep_superlink, services
+from perfed.flower.kit import KITS, open_kit, write_kits
+from perfed.flower.services import (
+    HOME,
+    LOOPBACK,
+    keep_gate,
+    keep_site,
+    keep_superlink,
+    services,
+)
 from perfed.flower.trial import follow, moved, start_run
 from perfed.runs.directory import environment
 
@@ -68,7 +75,10 @@ def from_nothing(folder: Path, sites: int) -> list[Path]:
 def forked(folder: Path, sites: int) -> list[Path]:
     with services(folder / HOME) as kept, open(folder / "flower.log", "wb", 0) as log:
         kept.output = log.fileno()
+        gate = free_port()
+        write_kits(folder, f"{LOOPBACK}:{gate}")
         keep_superlink(kept, folder)
+        keep_gate(kept, folder, LOOPBACK, gate)
         for kit in sorted((folder / KITS).iterdir()):
             keep_site(kept, open_kit(moved(kit, folder)))
         start_run(kept, folder)

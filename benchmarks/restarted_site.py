@@ -44,8 +44,7 @@ class Federation:
         gate = free_port()
         hosts = ["localhost"] if tls else []
         initialise(folder, 3, tls=tls, hosts=hosts, port=free_port(), rounds=ROUNDS)
-        if tls:
-            write_kits(folder, f"localhost:{gate}")
+        write_kits(folder, f"localhost:{gate}")
         self._environment = os.environ | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
         self.start("serve", "federation", "serve", str(folder), "--port", str(gate))
         self.sites = [self.site(client) for client in range(3)]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -77,6 +79,21 @@ def test_the_way_back_to_an_older_version(tmp_path: Path, monkeypatch: pytest.Mo
     assert contents(state_of(site)) == before
 
 
+def assert_finds_its_folder(service: dict[str, Any], folder: Path) -> None:
+    """In the container it is where it is outside, since other files name it; and who may read its
+    keys is the user there."""
+    assert service["command"] == ["federation", "serve"]
+    (mount,) = service["volumes"]
+    assert (folder / "services" / mount["source"]).resolve() == folder
+    assert mount["target"] == service["working_dir"] == str(folder)
+    app = tomllib.loads((folder / "app" / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
+    assert Path(app["config"]["coordinator"]).is_relative_to(mount["target"])
+    link = tomllib.loads((folder / "flwr-home" / "config.toml").read_text())["superlink"]["perfed"]
+    assert Path(link["root-certificates"]).is_relative_to(mount["target"])
+    owner = (folder / "certificates" / "server.key").stat()
+    assert service["user"] == f"{owner.st_uid}:{owner.st_gid}"
+
+
 def test_the_units_and_containers_are_what_systemd_and_docker_take(tmp_path: Path) -> None:
     initialise(tmp_path / "trial", 1, tls=True, hosts=[])
     services = tmp_path / "trial" / "services"
@@ -90,7 +107,7 @@ def test_the_units_and_containers_are_what_systemd_and_docker_take(tmp_path: Pat
             complaints = [line for line in done.stderr.splitlines() if unit.name in line]
             assert complaints == []
     compose = yaml.safe_load((services / "compose.yaml").read_text())
-    assert compose["services"]["coordinator"]["command"] == ["federation", "serve"]
+    assert_finds_its_folder(compose["services"]["coordinator"], tmp_path / "trial")
     docker = (services / "Dockerfile").read_text()
     assert f"/perfed-{perfed.__version__}-py3-none-any.whl[flower,metrics]'" in docker
     assert docker.index("\nUSER 10001") > docker.index("--uid 10001")  # not as root

@@ -107,7 +107,7 @@ def open_gate(certificates: Path) -> Iterator[Callable[[Limits], Door]]:
         own.load_cert_chain(certificates / "server.crt", certificates / "server.key")
         superlink = Superlink()
         served.append(Serving(superlink.app, own, Limits()))
-        app = gate(f"127.0.0.1:{served[0].port}", certificates)
+        app = gate(f"127.0.0.1:{served[0].port}", certificates, Path("run"))
         served.append(Serving(app, own, limits))
         trusting = ssl.create_default_context(cafile=str(certificates / "ca.crt"))
         return served[1].port, trusting, superlink

@@ -7,10 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from perfed.core import tensorfile
 from perfed.core.algorithm import ClientInfo, Reply
 from perfed.core.message import Message
-from perfed.flower.coordinator import SERVER
+from perfed.flower.handout import Handout, find_handout
 from perfed.flower.protocol import ROUND, Envelope
 from perfed.report import gather, page
 from perfed.report.charts import Chart
@@ -65,7 +64,7 @@ def test_a_round_says_which_classes_an_answer_names_and_where_the_server_puts_it
         for client in line["clients"]:
             shares = through.heard[line["round"], client].astype(np.float64).mean(0)
             assert told["classes"][str(client)] == pytest.approx(shares, abs=6e-5)
-    centroids = tensorfile.load(path / SERVER)["centroids"].numpy()
+    centroids = Handout.load(find_handout(path, "")).down["centroids"].numpy()
     assert rounds[-1]["clients"] == [0, 2]
     for client in (0, 2):
         distances = np.square(centroids - through.heard[3, client]).sum((1, 2))

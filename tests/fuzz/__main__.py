@@ -28,9 +28,10 @@ SECONDS, MEGABYTES = 20, 3000  # for one input; PyTorch alone takes 300
 
 SHARES = {  # of the mutations: what is slow to read gets fewer
     "tensor-files": 0.25,
-    "messages": 0.2,
+    "messages": 0.15,
     "codes": 0.1,
     "envelopes": 0.15,
+    "handouts": 0.05,
     "arrays": 0.1,
     "archives": 0.1,
     "configurations": 0.05,

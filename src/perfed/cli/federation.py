@@ -67,8 +67,11 @@ def federation_serve(
     folder: Annotated[
         Path, typer.Argument(metavar="[DIR]", help="The folder that 'init' wrote.")
     ] = Path(),
-    host: Annotated[str, typer.Option(help="Address where sites come in, with TLS.")] = "0.0.0.0",  # noqa: S104 - sites come from outside
-    port: Annotated[int, typer.Option(help="Port where sites come in, with TLS.")] = GATE,
+    host: Annotated[
+        str,
+        typer.Option(help="Address where sites come in; default: with TLS any, else 127.0.0.1."),
+    ] = "",
+    port: Annotated[int, typer.Option(help="Port where sites come in.")] = GATE,
 ) -> None:
     """The coordinator's superlink and gate, until you stop them; registers certificates/*.pub."""
     initialise.require_flower()
@@ -98,13 +101,16 @@ def federation_gate(
     ] = Path("certificates"),
     superlink: Annotated[str, typer.Option(help="Address of the superlink.")] = "127.0.0.1:8000",
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "0.0.0.0",  # noqa: S104 - sites come from outside
-    port: Annotated[int, typer.Option(help="Port that sites connect to.")] = 8443,
+    port: Annotated[int, typer.Option(help="Port that sites connect to.")] = GATE,
+    run: Annotated[
+        Path, typer.Option(help="The run directory: sites that come later get a model of it.")
+    ] = Path("run"),
 ) -> None:
     """Let sites through to the superlink, and nobody else; 'serve' does it, too."""
     initialise.require_flower()
     from perfed.flower.gate import serve
 
-    serve(superlink, certificates, host, port)
+    serve(superlink, certificates, run, host, port)
 
 
 RUN = Annotated[Path, typer.Argument(metavar="[RUN]", help="The coordinator's run directory.")]
@@ -193,40 +199,33 @@ def federation_release(
     print(f"{name} has number {client} when it comes")
 
 
-@federation.command("handout")
-def federation_handout(
-    file: Annotated[Path, typer.Argument(metavar="COORDINATOR.YAML")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The file for the site.")],
-    architecture: Annotated[
-        str,
-        typer.Option(help="The site's network, for algorithms whose server sends weights."),
-    ] = "",
-    samples: Annotated[int, typer.Option(min=1, help="How many the site trains on.")] = 100,
-) -> None:
-    """For a site that comes when the run is over: what the server would send to it."""
-    from perfed.flower.later import handout
-
-    handout(file, architecture, samples).save(out)
-    print(f"written: {out}; at the site: perfed site learn SITE.YAML {out}")
-
-
 @site.command("learn")
 def site_learn(
-    file: Annotated[Path, typer.Argument(metavar="SITE.YAML")],
-    handout: Annotated[
-        Path, typer.Argument(metavar="HANDOUT", help="From 'perfed federation handout'.")
+    kit: Annotated[
+        Path,
+        typer.Argument(metavar="KIT", help="A kit, its folder, or the .yaml file in it."),
     ],
+    handout: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="A file of the coordinator's 'run/handouts', instead of asking the coordinator.",
+        ),
+    ] = None,
     rounds: Annotated[
         int | None, typer.Option(min=1, help="Rounds of training; default: as the federation had.")
     ] = None,
 ) -> None:
-    """Get a model from a federation that is over, with this site's own data. Nothing leaves."""
-    from perfed.flower.later import Handout, learn
+    """Get a model from a federation that is over, and train it with this site's own data."""
+    initialise.require_flower()
+    from perfed.flower.handout import Handout
+    from perfed.flower.kit import SITE, open_kit
+    from perfed.flower.later import fetch, learn
     from perfed.flower.site import Site
 
-    said: list[str] = []
-    learn(Site.open(file, said.append), Handout.load(handout), rounds)
-    print(said[-1])
+    file = kit if kit.suffix in (".yaml", ".yml") else open_kit(kit) / SITE
+    opened = Site.open(file, partial(print, flush=True))
+    learn(opened, fetch(opened) if handout is None else Handout.load(handout), rounds)
     print(f"the model: perfed predict {file} PATH, or perfed serve {file}")
 
 

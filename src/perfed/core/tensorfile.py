@@ -229,13 +229,18 @@ def load_described(path: Path, checksum: int | None = None) -> tuple[dict[str, T
     if checksum is not None and zlib.crc32(data) != checksum:
         raise RunError(f"{path} is corrupt: its checksum is not the recorded one")
     try:
-        tensors, metadata = decode(data)
-        about = metadata.get(ABOUT, "")
-        if SEAL in metadata and metadata[SEAL] != _checksum(tensors, about):
-            raise ValueError("its checksum is not that of its content")
-        return tensors, about
+        return unsealed(data)
     except MALFORMED as error:
         raise RunError(f"{path} is corrupt: {error}") from None
+
+
+def unsealed(data: bytes) -> tuple[dict[str, Tensor], str]:
+    """Undo :func:`sealed`; raises one of ``MALFORMED`` where the checksum does not fit."""
+    tensors, metadata = decode(data)
+    about = metadata.get(ABOUT, "")
+    if SEAL in metadata and metadata[SEAL] != _checksum(tensors, about):
+        raise ValueError("its checksum is not that of its content")
+    return tensors, about
 
 
 def write_atomically(path: Path, *pieces: Piece) -> None:

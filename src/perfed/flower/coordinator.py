@@ -26,12 +26,14 @@ from perfed.core.channel import Channel
 from perfed.core.declaration import Known, networks
 from perfed.core.errors import Diverged, PerfedError, RunError
 from perfed.core.message import Message
+from perfed.core.own_code import running
 from perfed.core.selection import select_clients
-from perfed.core.tensorfile import sealed, write_atomically
+from perfed.core.tensorfile import write_atomically
 from perfed.core.tree import Tree, flatten
 from perfed.engines import ClientRecord
 from perfed.engines.population import check_one_width
 from perfed.flower.conduct import Conduct
+from perfed.flower.handout import Handout, write_handouts
 from perfed.flower.heard import heard
 from perfed.flower.membership import (
     Answer,
@@ -86,8 +88,6 @@ RETURNS = 15.0
 again then misses one round. With a key it can come back only when Flower has noticed that it was
 gone, which is when the round ends without it."""
 MOST_NAMED = 5  # clients that a round's line names as missing
-SERVER = "server.safetensors"
-"""In the run directory: what the server knew at the end, for sites that come later."""
 RELEASED = "released"  # in the run directory: for a number, the name of the site that may have it
 
 
@@ -442,9 +442,32 @@ class FederatedRun(Coordinator):
         return {*rounds[-self.options.states :]} | ({*rounds} & {self.watch.best_round})
 
     def _close(self, directory: RunDirectory) -> Steps[None]:
-        content, _ = sealed(flatten(self.progress.state))
-        write_atomically(directory.path / SERVER, content)
+        try:
+            self._write_handouts(directory)
+        except PerfedError as error:  # the algorithm's own: the run is over all the same
+            self._say(f"nothing is kept for sites that come later: {error}")
         yield from ()
+
+    def _write_handouts(self, directory: RunDirectory) -> None:
+        """What a client would be sent of which nothing is known but its network."""
+        round, plan = self.experiment.rounds, self.options.plan().to_mapping()
+        server, state = self.server(round), self.progress.state
+        known = [*server.architectures]
+        samples = int(np.mean([m.sizes["train"] for m in self.membership.members.values()]))
+        handouts = []
+        for network in known if self._sends_weights_down() else known[:1]:
+            info = ClientInfo(self.experiment.clients, network, samples)
+            with running(self.algorithm, "broadcast"):
+                down = self.algorithm.broadcast(server, state, info)
+            with running(self.algorithm, "evaluation_message"):
+                evaluation = self.algorithm.evaluation_message(server, state, info)
+            handouts.append(Handout(self._header(ROUND, round), plan, down, evaluation))
+        write_handouts(directory.path, known if self._sends_weights_down() else [], handouts)
+
+    def _sends_weights_down(self) -> bool:
+        """Whether what a client gets depends on its network, as far as the algorithm says."""
+        sent = self._messages
+        return sent.down is None or "" in networks(sent.down) | networks(sent.evaluation)
 
     def _absence(self, clients: list[int]) -> dict[str, Any]:
         """Who took no part and why, also where that began in an earlier round."""

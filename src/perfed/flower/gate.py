@@ -8,6 +8,9 @@ world sees this gate, which lets the first pass.
 
 The gate does not know who is there either; the superlink finds that out. So what anybody may send
 it is bounded (:mod:`perfed.flower.listener`), and it hands on what comes piece by piece.
+
+One thing the gate answers itself: a site that comes when the run is over asks for a *handout*
+(:mod:`perfed.flower.handout`). With TLS, its key must be registered at the superlink.
 """
 
 from __future__ import annotations
@@ -24,11 +27,20 @@ from pathlib import Path
 import httpx
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import (
+    FileResponse,
+    JSONResponse,
+    PlainTextResponse,
+    Response,
+    StreamingResponse,
+)
 from starlette.routing import Route
 
 from perfed.core.errors import ConfigError
+from perfed.flower.asking import LONGEST_QUESTION, PATH, Question
+from perfed.flower.handout import find_handout
 from perfed.flower.listener import BACKLOG, listen
+from perfed.flower.protocol import Refused, one_line
 
 SITES = "/v1/fleet/"
 NOT_PASSED = {"connection", "expect", "host", "transfer-encoding"}
@@ -39,6 +51,10 @@ CLOSED = {"connection": "close"}  # nothing more is read from there
 KEY = "flwr-public-key"
 ACTIVATE = f"{SITES}activate-node"
 NOT_ACTIVATED = 2004  # Flower's number for it; a supernode prints what comes with it, and ends
+NODES = "/v1/control/list-nodes"
+PROTOBUF = "application/protobuf"
+REFUSED = 409  # the status of a refusal; its text is for the site
+SPEAKS_TLS = 412
 MOST_SEEN = 10_000
 FORGETS = 120.0  # seconds; Flower notices after 50 to 60 that a site is gone
 NO_TLS = "this port speaks TLS: start the supernode with --root-certificates, not --insecure"
@@ -59,12 +75,12 @@ class TooLarge(Exception):
     """A body of more bytes than any site sends."""
 
 
-def gate(superlink: str, certificates: Path) -> Starlette:
-    """The application: what is for sites goes on to ``superlink`` (host:port), and back."""
-    trusted = ssl.create_default_context(cafile=str(certificates / "ca.crt"))
+def gate(superlink: str, certificates: Path | None, run: Path) -> Starlette:
+    """The application: what is for sites goes on to ``superlink`` (host:port), and back. Without
+    certificates nobody speaks TLS or has a key."""
     client = httpx.AsyncClient(
-        base_url=f"https://{superlink}",
-        verify=trusted,
+        base_url=f"{'https' if certificates else 'http'}://{superlink}",
+        verify=_trusted(certificates),
         timeout=PATIENCE,
         limits=httpx.Limits(max_connections=None),  # the listener has its own
     )
@@ -75,7 +91,7 @@ def gate(superlink: str, certificates: Path) -> Starlette:
         return PlainTextResponse("only sites pass here", 403, CLOSED)
 
     def too_large() -> Response:
-        return PlainTextResponse(f"more than {LARGEST_BODY} bytes", 413, CLOSED)
+        return PlainTextResponse("more bytes than any site sends", 413, CLOSED)
 
     async def let_pass(request: Request) -> Response:
         # What was checked is what is sent: the decoded path, and no way up out of it.
@@ -108,6 +124,19 @@ def gate(superlink: str, certificates: Path) -> Starlette:
             seen[key] = time.monotonic()
         return StreamingResponse(_content(answer), answer.status_code, _passed(answer.headers))
 
+    async def hand_out(request: Request) -> Response:
+        try:
+            question = Question.decode(await _small(request))
+            if certificates is not None:
+                question.check_signature()
+                if question.key.encode() not in await _registered(client):
+                    raise Refused(UNKNOWN)
+            return FileResponse(find_handout(run, question.network))
+        except (TooLarge, ClientDisconnect):
+            return too_large()
+        except Refused as error:
+            return PlainTextResponse(one_line(str(error)), REFUSED, CLOSED)
+
     @asynccontextmanager
     async def closing(app: Starlette) -> AsyncIterator[None]:
         async with client:
@@ -117,16 +146,44 @@ def gate(superlink: str, certificates: Path) -> Starlette:
         lifespan=closing,
         routes=[
             Route(f"{SITES}{{rest:path}}", let_pass, methods=["POST"]),
+            Route(PATH, hand_out, methods=["POST"]),
             Route("/{rest:path}", refuse, methods=["GET", "POST", "PUT", "DELETE", "PATCH"]),
         ],
     )
 
 
-async def _body(request: Request) -> AsyncIterator[bytes]:
+def _trusted(certificates: Path | None) -> ssl.SSLContext | bool:
+    if certificates is None:
+        return False
+    return ssl.create_default_context(cafile=str(certificates / "ca.crt"))
+
+
+async def _registered(superlink: httpx.AsyncClient) -> set[bytes]:
+    """The keys of all sites that the superlink would let in."""
+    from flwr.proto.control_pb2 import ListNodesRequest, ListNodesResponse
+    from flwr.supercore.constant import NodeStatus
+
+    words = {"content-type": PROTOBUF, "accept": PROTOBUF}
+    try:
+        answer = await superlink.post(
+            NODES, headers=words, content=ListNodesRequest().SerializeToString()
+        )
+        answer.raise_for_status()
+    except httpx.HTTPError:
+        raise Refused("its superlink does not answer; ask again in a minute") from None
+    nodes = ListNodesResponse.FromString(answer.content).nodes_info
+    return {node.public_key for node in nodes if node.status != NodeStatus.UNREGISTERED}
+
+
+async def _small(request: Request) -> bytes:
+    return b"".join([piece async for piece in _body(request, LONGEST_QUESTION)])
+
+
+async def _body(request: Request, most: int = LARGEST_BODY) -> AsyncIterator[bytes]:
     size = 0
     async for piece in request.stream():
         size += len(piece)
-        if size > LARGEST_BODY:
+        if size > most:
             raise TooLarge
         yield piece
 
@@ -160,13 +217,9 @@ def _passed(headers: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in headers.items() if name.lower() not in NOT_PASSED}
 
 
-def serve(superlink: str, certificates: Path, host: str, port: int) -> None:
+def serve(superlink: str, certificates: Path | None, run: Path, host: str, port: int) -> None:
     """Until it is stopped."""
-    for name in ("ca.crt", "server.crt", "server.key"):
-        if not (certificates / name).is_file():
-            raise ConfigError(f"no {name} in {certificates}", "--certificates")
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(certificates / "server.crt", certificates / "server.key")
+    context = None if certificates is None else _own(certificates)
     try:
         listener = socket.create_server(
             (host, port), family=_family(host), backlog=BACKLOG, reuse_port=False
@@ -174,7 +227,16 @@ def serve(superlink: str, certificates: Path, host: str, port: int) -> None:
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}", "--port") from None
     with listener:
-        asyncio.run(listen(gate(superlink, certificates), listener, context, _no_tls()))
+        asyncio.run(listen(gate(superlink, certificates, run), listener, context, _no_tls()))
+
+
+def _own(certificates: Path) -> ssl.SSLContext:
+    for name in ("ca.crt", "server.crt", "server.key"):
+        if not (certificates / name).is_file():
+            raise ConfigError(f"no {name} in {certificates}", "--certificates")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificates / "server.crt", certificates / "server.key")
+    return context
 
 
 def _family(host: str) -> socket.AddressFamily:

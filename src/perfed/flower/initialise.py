@@ -183,7 +183,7 @@ def initialise(
         )
         connection = CONNECTION.format(port=port, security=security)
         _put(draft / "flwr-home" / "config.toml", connection)
-        write_services(draft / "services")
+        write_services(draft / "services", folder)
         write_kits(draft, f"{hosts[0]}:{GATE}" if hosts else "")
         draft.chmod(0o755)
         os.replace(draft, folder)  # all of it, or nothing

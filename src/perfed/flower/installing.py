@@ -4,6 +4,7 @@ Dockerfile, a composition of containers, and a dashboard for Grafana."""
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -41,28 +42,36 @@ UNITS = {
 }
 
 DOCKERFILE = """\
-# perfed and Flower, for a coordinator or a site: the folder of either is mounted at /federation.
+# perfed and Flower, for a coordinator or a site, whose folder is mounted.
 FROM python:3.11-slim
 # perfed is not on PyPI: put its wheel ('python -m build' in its source tree) beside this file.
 COPY perfed-{version}-py3-none-any.whl /tmp/
 RUN pip install --no-cache-dir '/tmp/perfed-{version}-py3-none-any.whl[flower,metrics]' \\
  && useradd --create-home --uid 10001 perfed
 USER 10001
+# Whoever owns the mounted folder is the user (--user), and has no home here.
+ENV HOME=/tmp USER=perfed
 WORKDIR /federation
 ENTRYPOINT ["perfed"]
 CMD ["federation", "serve"]
 """
 
 COMPOSE = """\
-# The coordinator: 'docker compose up --build' in this folder. A site has a folder of its own, in
-# which its kit was unpacked; 'docker build --tag perfed .' here makes an image for it; there:
-# docker run --volume "$PWD:/federation" perfed site start .
+# The coordinator: 'docker compose up --build --detach' in this folder, then
+# docker compose exec coordinator perfed federation start
+# A site has a folder of its own, in which its kit was unpacked; 'docker build --tag perfed .' here
+# makes an image for it; there:
+# docker run --user "$(id -u):$(id -g)" --volume "$PWD:/federation" perfed site start .
 name: perfed
 services:
   coordinator:
     build: .
-    volumes:
-      - ..:/federation
+    user: '{user}'  # who has written this folder: its keys are for nobody else
+    working_dir: {folder}
+    volumes:  # at the same place: the app and flwr-home name it
+      - type: bind
+        source: ..
+        target: {folder}
     ports:
       - '0.0.0.0:8443:8443'  # sites come in from anywhere, with a registered key
     command: ["federation", "serve"]
@@ -74,8 +83,8 @@ services:
 """
 
 
-def write_services(folder: Path) -> None:
-    """Into a new folder."""
+def write_services(folder: Path, coordinator: Path) -> None:
+    """Into a new folder; the coordinator's will be at ``coordinator``."""
     from perfed import __version__
 
     folder.mkdir()
@@ -84,7 +93,13 @@ def write_services(folder: Path) -> None:
         (folder / name).write_text(text, "utf-8")
     (folder / "Dockerfile").write_text(DOCKERFILE.format(version=__version__), "utf-8")
     (folder / "grafana.json").write_text(dashboard(), "utf-8")
-    (folder / "compose.yaml").write_text(COMPOSE, "utf-8")
+    place = json.dumps(str(coordinator))  # a path may have any character: quoted
+    (folder / "compose.yaml").write_text(COMPOSE.format(user=_user(), folder=place), "utf-8")
+
+
+def _user() -> str:
+    """Of this process, as Docker has it; Windows has no such numbers."""
+    return f"{os.getuid()}:{os.getgid()}" if hasattr(os, "getuid") else "10001:10001"
 
 
 PANELS = (

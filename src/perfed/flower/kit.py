@@ -35,7 +35,7 @@ ENDING = ".tar.gz"
 GATE = 8443  # the port that sites come to
 
 LINK_FILE = """\
-# Where this site finds the federation. Only 'perfed site start' reads it.
+# Where a site finds the federation, for 'perfed site start' and 'perfed site learn'.
 superlink: {superlink}
 tls: {tls}
 """
@@ -49,7 +49,8 @@ This is everything that site {client} needs to take part in '{run}'.
      whether all is well. Read 'agrees' there: it says what the coordinator may ask of you.
   3. perfed site start {name}
 
-The last command runs until you stop it (Ctrl-C, or systemd). It opens no port to others.
+The last command runs until you stop it (Ctrl-C, or systemd). It opens no port to others. If the
+federation is over already, 'perfed site learn {name}' gives you a model.
 Nothing of your data leaves; 'perfed site ledger {name}/site.yaml' shows what did.
 Back up the folder 'state' that site.yaml names: 'perfed site backup {name}/site.yaml FILE'.
 """
@@ -78,6 +79,19 @@ def read_link(folder: Path) -> Link:
         raise ConfigError(f"{error} (in {path})") from None
 
 
+def make_key(folder: Path) -> str:
+    """Where the site in this folder has no key: it has one then, and this is what to do with it."""
+    from perfed.flower.certificates import write_node_key
+
+    if (folder / KEY).is_file():
+        return ""
+    write_node_key(folder / KEY)
+    return (
+        f"this site has a key of its own now: send {folder / KEY}.pub to the coordinator, who "
+        f"puts it into 'certificates' as {folder.name}.pub; until then it is not let in"
+    )
+
+
 def superlink_address(folder: Path) -> str:
     """Where the coordinator's own superlink is, as ``init`` wrote it for ``flwr``."""
     path = folder / "flwr-home" / "config.toml"
@@ -93,18 +107,22 @@ def superlink_address(folder: Path) -> str:
 
 
 def write_kits(folder: Path, address: str = "") -> list[Path]:
-    """An archive for every ``site-N.yaml`` of the coordinator's folder."""
+    """An archive for every ``site-N.yaml`` of the coordinator's folder. The address is remembered
+    there."""
     from perfed import __version__
 
     certificates = folder / "certificates"
     tls = certificates.is_dir()
-    address = address or (f"127.0.0.1:{GATE}" if tls else superlink_address(folder))
+    if not address and (folder / LINK).is_file():
+        address = read_link(folder).superlink
+    link = LINK_FILE.format(superlink=address or f"127.0.0.1:{GATE}", tls=str(tls).lower()).encode()
+    write_atomically(folder / LINK, link)
     kits = []
     for path in sorted(folder.glob("site-*.yaml")):
         name, site = path.stem, read_site(path)
         files = {
             SITE: path.read_bytes(),
-            LINK: LINK_FILE.format(superlink=address, tls=str(tls).lower()).encode(),
+            LINK: link,
             "README.txt": README.format(
                 client=site.client, run=site.run, version=__version__, name=name
             ).encode(),

@@ -1,29 +1,23 @@
-"""A site that comes when the federation is over.
-
-The coordinator writes a *handout*: what its server would send to a client that it has never heard
-of, as the algorithm's broadcast declares it, and the plan. Nothing else of the server's state is in
-it. The site trains with it as in rounds of the federation. Nothing leaves the site.
-"""
+"""A site that comes when the federation is over: it asks the gate for a handout, and trains with it
+as in rounds of the federation. The answers of these rounds stay at the site."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Mapping
+import ssl
 from contextlib import chdir
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from perfed.core import tensorfile
-from perfed.core.algorithm import ClientInfo
-from perfed.core.declaration import networks
+import httpx
+
 from perfed.core.errors import ConfigError, RunError
 from perfed.core.message import Message
-from perfed.core.own_code import running
-from perfed.core.tree import unflatten
-from perfed.flower.coordinator import SERVER, FederatedRun
-from perfed.flower.ledger import TOLD
+from perfed.flower.approval import Approvals
+from perfed.flower.asking import PATH, Question
+from perfed.flower.gate import REFUSED, SPEAKS_TLS
+from perfed.flower.handout import Handout
+from perfed.flower.kit import AUTHORITY, KEY, Link, make_key, read_link
+from perfed.flower.ledger import LEFT, TOLD, described
 from perfed.flower.plan import plan_hash
 from perfed.flower.protocol import (
     EVALUATE,
@@ -32,105 +26,78 @@ from perfed.flower.protocol import (
     Header,
     check_same_protocol,
     check_same_public_set,
+    one_line,
 )
-from perfed.flower.settings import read_coordinator
 from perfed.flower.site import Site
-from perfed.runs.directory import RunDirectory
 
-DOWN, EVALUATION = "down/", "evaluation/"
+LEARN = "learn"  # in the ledger
 SUFFIX = "+later"  # of the folder at the site: it may have been there earlier
+PATIENCE = 60.0  # seconds
+BESIDE = 2**24  # bytes of a handout that are no message: the plan, names
 
 
-@dataclass(frozen=True)
-class Handout:
-    """What a later site gets."""
+def fetch(site: Site) -> Handout:
+    """From the coordinator's gate, whose address is beside the site's file."""
+    link = read_link(site.folder)
+    network = site.options.model.label()
+    if link.tls:
+        if made := make_key(site.folder):
+            raise RunError(made)
+        question = Question.signed(network, site.folder / KEY)
+    else:
+        question = Question(network)
+    facts = [name for name, value in dataclasses.asdict(question).items() if value]
+    nothing = described(Message(), dict.fromkeys(facts))
+    site.ledger.add(LEFT, kind=LEARN, run=site.options.run, round=-1, **nothing)
+    most = 2 * site.options.agrees.bytes_in + BESIDE  # a message to train with, one to evaluate
+    return Handout.decode(_asked(link, site.folder, question, most))
 
-    header: Header
-    client: int
-    """By whose number what crosses was encoded: one that no client had."""
-    plan: Mapping[str, Any]
-    down: Message
-    evaluation: Message
 
-    def save(self, path: Path) -> None:
-        arrays = {DOWN + name: tensor for name, tensor in self.down.arrays.items()}
-        arrays |= {EVALUATION + name: t for name, t in self.evaluation.arrays.items()}
-        about = dataclasses.asdict(self.header) | {"client": self.client, "plan": self.plan}
-        tensorfile.write_atomically(path, tensorfile.sealed(arrays, json.dumps(about))[0])
-
-    @classmethod
-    def load(cls, path: Path) -> Handout:
-        arrays, about = tensorfile.load_described(path)
+def _asked(link: Link, folder: Path, question: Question, most: int) -> bytes:
+    scheme = "https" if link.tls else "http"
+    with httpx.Client(verify=_trusted(link, folder), timeout=PATIENCE) as client:
+        url = f"{scheme}://{link.superlink}{PATH}"
         try:
-            values = json.loads(about)
-            client, plan = int(values.pop("client")), values.pop("plan")
-            header = Header(**values)
-            if not isinstance(header.run, str) or type(header.round) is not int or client < 0:
-                raise ValueError("it names no run")
-            down, evaluation = (
-                Message.from_arrays({n.removeprefix(p): t for n, t in arrays.items() if _is(n, p)})
-                for p in (DOWN, EVALUATION)
-            )
-        except (AttributeError, RecursionError, *tensorfile.MALFORMED) as error:
-            raise RunError(
-                f"{path} is no handout ('perfed federation handout' writes one): {error}"
-            ) from None
-        return cls(header, client, plan, down, evaluation)
+            with client.stream("POST", url, content=question.encode()) as answer:
+                content = bytearray()
+                for piece in answer.iter_raw():
+                    content += piece
+                    if len(content) > most:
+                        raise RunError(f"{link.superlink} sends more than {most} bytes")
+        except (httpx.TransportError, httpx.InvalidURL) as error:
+            raise RunError(_no_answer(link, error)) from None
+    if answer.status_code == REFUSED:
+        said = one_line(content.decode("utf-8", "replace"))
+        raise RunError(f"the coordinator gives no model: {said}")
+    if answer.status_code == SPEAKS_TLS and not link.tls:
+        raise RunError(f"{link.superlink} speaks TLS, and link.yaml says 'tls: false'")
+    if answer.status_code != httpx.codes.OK:
+        raise RunError(
+            f"no gate of perfed's is at {link.superlink} (it answers {answer.status_code}): is "
+            "'superlink' in link.yaml right?"
+        )
+    return bytes(content)
 
 
-def _is(name: str, part: str) -> bool:
-    return name.startswith(part)
+def _trusted(link: Link, folder: Path) -> ssl.SSLContext | bool:
+    if not link.tls:
+        return False
+    try:
+        return ssl.create_default_context(cafile=str(folder / AUTHORITY))
+    except (OSError, ssl.SSLError):
+        raise ConfigError(f"no certificate in {folder / AUTHORITY}: the kit has it") from None
 
 
-class _Nobody:
-    """The sites of a federation that is over."""
-
-    def nodes(self) -> list[int]:
-        return []
-
-    def key(self, node: int) -> str:
-        return ""
-
-    def send(self, node: int, task: Envelope, seconds: float) -> str:
-        raise RunError("the federation is over")
-
-    def receive(self, names: Any) -> dict[str, Any]:
-        return {}
-
-
-def handout(path: Path, architecture: str, samples: int) -> Handout:
-    """What the server of a coordinator's finished run would send to a newcomer."""
-    options = read_coordinator(path)
-    folder = path.absolute().parent / options.directory
-    directory = RunDirectory.open(folder)
-    if not (folder / SERVER).is_file():
-        why = "an earlier version did not keep it" if directory.finished else "it is not finished"
-        raise RunError(f"{folder} has no {SERVER}, what the server knows at the end: {why}")
-    with chdir(path.absolute().parent):
-        run = FederatedRun(options, directory, _Nobody(), say=lambda line: None)
-    run._open(directory)
-    state = unflatten(tensorfile.load(folder / SERVER))
-    algorithm, client, round = run.algorithm, options.experiment.clients, options.experiment.rounds
-    known = [*run.server(round).architectures]
-    sent = algorithm.messages()
-    if networks(sent.down or {}) or networks(sent.evaluation or {}):
-        if not architecture and len(known) > 1:
-            raise ConfigError(
-                f"missing: '{algorithm.registered_name}' sends weights, and there are several "
-                f"networks: {', '.join(known)}",
-                "--architecture",
-            )
-        architecture = architecture or known[0]
-        if architecture not in known:
-            raise ConfigError(f"'{architecture}' is none of {', '.join(known)}", "--architecture")
-    info = ClientInfo(client, architecture or known[0], samples)
-    with running(algorithm, "broadcast"):
-        down = algorithm.broadcast(run.server(round), state, info)
-    with running(algorithm, "evaluation_message"):
-        evaluation = algorithm.evaluation_message(run.server(round), state, info)
-    header = Header(ROUND, run.run, round, run.public)
-    plan = dataclasses.replace(options.plan(), clients=client + 1).to_mapping()
-    return Handout(header, client, plan, down, evaluation)
+def _no_answer(link: Link, error: Exception) -> str:
+    why = one_line(str(error))
+    if "CERTIFICATE_VERIFY_FAILED" in why:
+        return f"{link.superlink} shows a certificate that {AUTHORITY} does not vouch for ({why})"
+    if "WRONG_VERSION_NUMBER" in why:
+        return f"{link.superlink} speaks no TLS, and link.yaml says 'tls: true'"
+    return (
+        f"no answer from {link.superlink} ({why}): is 'superlink' in link.yaml right, and does "
+        "'perfed federation serve' run there?"
+    )
 
 
 def learn(site: Site, given: Handout, rounds: int | None) -> None:
@@ -142,17 +109,22 @@ def learn(site: Site, given: Handout, rounds: int | None) -> None:
         for message in (given.down, given.evaluation):
             site.options.agrees.check_size(message, "in")
         plan = site.agreed(given.plan)
-        for fault in site.options.plan_faults(plan, len(site.samples.public_x) > 0):
+        # A newcomer's number is no number of the run's.
+        clients = max(plan.clients, site.options.client + 1)
+        widened = dataclasses.replace(plan, clients=clients)
+        for fault in site.options.plan_faults(widened, len(site.samples.public_x) > 0):
             raise RunError(fault)
         rounds = plan.rounds if rounds is None else rounds
         if rounds > plan.rounds:
             raise ConfigError(f"{rounds} rounds, the plan has {plan.rounds}", "--rounds")
+        Approvals(site.state, site.ledger).check(plan, site.agreed)
         run = given.header.run + SUFFIX
-        why = f"a handout, plan {plan_hash(given.plan)[:12]}; nothing leaves"
-        site.ledger.add(TOLD, kind=ROUND, run=run, round=rounds - 1, why=why)
-        site.write_plan(Envelope(Header(ROUND, run, -1, site.public)), plan)
-        plan = dataclasses.replace(plan, wire=())  # a handout is a file, which needs no codes
+        why = f"a handout, plan {plan_hash(given.plan)[:12]}; no answer leaves"
+        site.ledger.add(TOLD, kind=LEARN, run=run, round=rounds - 1, why=why)
+        site.write_plan(Envelope(Header(ROUND, run, -1, site.public)), widened)
+        plan = dataclasses.replace(widened, wire=())  # a handout is not coded
         for round in range(rounds):
             site.train_round(Envelope(Header(ROUND, run, round, site.public), given.down), plan)
-        header = Header(EVALUATE, run, rounds - 1, site.public)
-        site.evaluate_round(Envelope(header, given.evaluation), plan)
+        if plan.algorithm.evaluated_with_server:  # else each round was evaluated
+            header = Header(EVALUATE, run, rounds - 1, site.public)
+            site.evaluate_round(Envelope(header, given.evaluation), plan)

@@ -1,4 +1,5 @@
-"""HTTP over TLS for strangers: what one connection may cost before anybody knows who is there.
+"""HTTP for strangers, with TLS or without: what one connection may cost before anybody knows who
+is there.
 
 A connection has so many seconds to begin TLS, to send a header, and to send a body and fetch the
 answer; there are so many at a time, and so many from one address, so that nobody takes all of
@@ -44,11 +45,12 @@ LIMITS = Limits()
 async def listen(
     app: Starlette,
     listener: socket.socket,
-    context: ssl.SSLContext,
+    context: ssl.SSLContext | None,
     no_tls: bytes = b"",
     limits: Limits = LIMITS,
 ) -> None:
-    """Until it is cancelled. ``no_tls`` is for those who do not begin TLS."""
+    """Until it is cancelled. ``no_tls`` is for those who do not begin TLS where there is a
+    ``context`` for it."""
     config = uvicorn.Config(
         app,
         http=H11Protocol,
@@ -66,14 +68,15 @@ async def listen(
 
     async def one(connection: socket.socket) -> None:
         with suppress(OSError, TimeoutError):  # it went away, or speaks no TLS that is spoken here
-            if not await _begins_tls(connection, limits.handshake, no_tls):
+            if context and not await _begins_tls(connection, limits.handshake, no_tls):
                 return
+            seconds = limits.handshake if context else None
             _, protocol = await loop.connect_accepted_socket(
                 lambda: _Limited(config, state, limits),
                 connection,
                 ssl=context,
-                ssl_handshake_timeout=limits.handshake,
-                ssl_shutdown_timeout=limits.handshake,
+                ssl_handshake_timeout=seconds,
+                ssl_shutdown_timeout=seconds,
             )
             await protocol.closed
 

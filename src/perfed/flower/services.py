@@ -19,8 +19,7 @@ from pathlib import Path
 from types import FrameType, SimpleNamespace
 
 from perfed.core.errors import ConfigError
-from perfed.flower.certificates import write_node_key
-from perfed.flower.kit import AUTHORITY, KEY, SITE, TRUSTED, read_link, superlink_address
+from perfed.flower.kit import AUTHORITY, KEY, SITE, TRUSTED, make_key, read_link, superlink_address
 from perfed.flower.saying import say
 from perfed.flower.settings import read_coordinator
 from perfed.flower.signing import run_nothing_else
@@ -37,6 +36,7 @@ after 50 to 60 seconds, that the one that was killed is gone: a site that waits 
 would miss rounds after that."""
 WELL = 300.0  # seconds after which a start counts as one that went well
 LOOKS = 5.0  # seconds between two looks for what is new
+LOOPBACK, ANYWHERE = "127.0.0.1", "0.0.0.0"  # noqa: S104 - sites come from outside
 
 
 WAITS = {3: 1.0, 0.5: 0.1}
@@ -221,26 +221,60 @@ def _listens(address: str) -> bool:
     return False
 
 
-def serve(folder: Path, host: str, port: int) -> None:
-    """The coordinator's side, until it is stopped."""
+def check_gate(folder: Path, host: str, port: int) -> str:
+    """The address where sites come in: with TLS any, else this machine's own. It must be free."""
+    tls = (folder / "certificates").is_dir()
+    if not tls and host not in ("", LOOPBACK):
+        raise ConfigError("without TLS sites come in from this machine alone", "--host")
+    host = host or (ANYWHERE if tls else LOOPBACK)
+    if _listens(here := _seen_from_here(host, port)):
+        raise ConfigError(
+            f"something listens at {here} already: stop it, or choose another port and pack the "
+            "kits anew ('perfed federation kits --address')",
+            "--port",
+        )
+    return host
+
+
+def _seen_from_here(host: str, port: int) -> str:
+    return f"{LOOPBACK if host == ANYWHERE else host}:{port}"
+
+
+def keep_gate(kept: Services, folder: Path, host: str, port: int) -> None:
+    """Where sites come in, until it listens."""
     from perfed.flower.gate import serve as open_gate
 
+    host, link, run = (
+        check_gate(folder, host, port),
+        superlink_address(folder),
+        run_directory(folder),
+    )
+    certificates = folder / "certificates" if (folder / "certificates").is_dir() else None
+    kept.keep(
+        "the gate",
+        lambda: kept.start(lambda: open_gate(link, certificates, run, host, port), [], folder),
+    )
+    while not _listens(_seen_from_here(host, port)):
+        kept.tend(0.1)
+
+
+def run_directory(folder: Path) -> Path:
+    return folder / read_coordinator(folder / "coordinator.yaml").directory
+
+
+def serve(folder: Path, host: str, port: int) -> None:
+    """The coordinator's side, until it is stopped."""
     folder = folder.absolute()
-    certificates = folder / "certificates"
+    check_gate(folder, host, port)  # says what is wrong before anything is loaded
     with suppress(Stopped), services(folder / HOME) as kept:
         keep_superlink(kept, folder)
         say(f"the superlink listens at {superlink_address(folder)}, for this machine alone")
-        if certificates.is_dir():
-            link = superlink_address(folder)
-            kept.keep(
-                "the gate",
-                lambda: kept.start(lambda: open_gate(link, certificates, host, port), [], folder),
-            )
-            say(f"sites come in at port {port}")
+        keep_gate(kept, folder, host, port)
+        say(f"sites come in at port {port}")
         registered: dict[Path, float] = {}
-        watch = DeathWatch(folder / read_coordinator(folder / "coordinator.yaml").directory)
+        watch = DeathWatch(run_directory(folder))
         while True:
-            register_new(kept, certificates, registered)
+            register_new(kept, folder / "certificates", registered)
             watch.look()
             kept.tend(LOOKS)
 
@@ -300,12 +334,8 @@ def _free_port() -> int:
 
 def keep_site(kept: Services, folder: Path) -> None:
     words = supernode_words(folder)
-    if read_link(folder).tls and not (folder / KEY).is_file():
-        write_node_key(folder / KEY)
-        say(
-            f"this site has a key of its own now: send {folder / KEY}.pub to the coordinator, who "
-            f"puts it into 'certificates' as {folder.name}.pub; until then it is not let in"
-        )
+    if read_link(folder).tls and (made := make_key(folder)):
+        say(made)
     kept.keep(
         folder.name,
         lambda: kept.start("flower-supernode", words, folder),

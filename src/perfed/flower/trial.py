@@ -14,9 +14,17 @@ from pathlib import Path
 from perfed.core.errors import RunError
 from perfed.core.layout import Table
 from perfed.flower.initialise import initialise
-from perfed.flower.kit import KITS, open_kit
+from perfed.flower.kit import KITS, open_kit, write_kits
 from perfed.flower.saying import LOG
-from perfed.flower.services import HOME, Services, keep_site, keep_superlink, services
+from perfed.flower.services import (
+    HOME,
+    LOOPBACK,
+    Services,
+    keep_gate,
+    keep_site,
+    keep_superlink,
+    services,
+)
 from perfed.flower.site import REPORT
 from perfed.runs.directory import RunDirectory
 from perfed.runs.result import Result
@@ -33,13 +41,15 @@ def try_out(sites: int, rounds: int, keep: Path | None) -> None:
         _say(f"writing a federation of {sites} sites to {folder}")
         began = time.monotonic()
         initialise(folder / "trial", sites, tls=False, hosts=[], port=_free_port(), rounds=rounds)
-        coordinator = folder / "trial"
+        coordinator, gate = folder / "trial", _free_port()
+        write_kits(coordinator, f"{LOOPBACK}:{gate}")
         _say("loading torch, perfed and Flower, once for all of them")
         with services(coordinator / HOME) as kept:
             log = open(folder / "flower.log", "ab", buffering=0)  # noqa: SIM115 - until all end
             kept.output = log.fileno()
-            _say("starting the coordinator's superlink")
+            _say("starting the coordinator's superlink and gate")
             keep_superlink(kept, coordinator)
+            keep_gate(kept, coordinator, LOOPBACK, gate)
             for kit in sorted((coordinator / KITS).iterdir()):
                 keep_site(kept, open_kit(moved(kit, folder)))
             _say(f"starting {sites} sites, each from its kit, and the run")
