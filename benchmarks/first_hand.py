@@ -99,7 +99,7 @@ def central_teacher(experiment: Experiment, path: Path) -> None:
     e = experiment
     federation = build_federation(e.data, e.partition, e.split, e.clients, e.seed)
     held = np.concatenate([split.train for split in federation.splits])
-    x = torch.tensor(federation.samples.x[held]).float()
+    x = torch.tensor(federation.samples.numbers(federation.samples.x[held])).float()
     y = torch.tensor(federation.samples.y[held]).long()
     torch.manual_seed(e.seed)
     network = build_module(architectures.build(CNN), federation.inputs, federation.samples.classes)
@@ -110,7 +110,8 @@ def central_teacher(experiment: Experiment, path: Path) -> None:
         cross_entropy(network(x[batch]), y[batch]).backward()
         optimizer.step()
     with torch.no_grad():
-        said = network.eval()(torch.tensor(federation.samples.public_x).float()).softmax(1)
+        public = federation.samples.numbers(federation.samples.public_x)
+        said = network.eval()(torch.tensor(public).float()).softmax(1)
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(said, path)
 

@@ -55,6 +55,31 @@ def _work(work: dict[str, Any]) -> list[str]:
     return [*lines, "", f"{machine(work['environment'])}", ""]
 
 
+def memory(name: str) -> str:
+    """What does not depend on whether the machine was quiet."""
+    (work,) = result(name).values()
+    lines = [
+        f"**{work['about']}**, {work['threads']} threads, {1 + len(work['rows'][0]['seconds'])} "
+        "rounds",
+        "",
+        "| library | memory, MiB | training loss |",
+        "|---|---|---|",
+        *(
+            f"| {_title(row['peer'])} | {row['peak_memory_mib']:,} | {_losses(row)} |"
+            for row in work["rows"]
+        ),
+        "",
+        f"One model has {work['parameters']:,} parameters, {_model_mib(work):.1f} MiB; "
+        f"{work['work']['clients_per_round']} of them are "
+        f"{work['work']['clients_per_round'] * _model_mib(work):.0f} MiB.",
+    ]
+    return "\n".join([*lines, machine(work["environment"])])
+
+
+def _model_mib(work: dict[str, Any]) -> float:
+    return float(4 * work["parameters"] / 2**20)
+
+
 def _on_cpu(rows: list[dict[str, Any]]) -> dict[str, list[str]]:
     return {
         "times": [f"{row['times_first']:.2f}" for row in rows],
@@ -118,5 +143,6 @@ def _seconds(value: float) -> str:
 
 BLOCKS = {
     "peers-cpu": lambda: peers("peers_cpu"),
+    "peers-memory": lambda: memory("peers_memory"),
     "peers-h200": lambda: peers("peers_h200"),
 }

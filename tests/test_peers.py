@@ -9,7 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+
+from perfed.core.pixels import scaled
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -190,3 +193,26 @@ def test_the_table_compares_with_perfed_at_the_same_precision(
     columns = _on_gpu(rows)
     assert columns["times perfed, same precision"] == ["1.00", "1.00", "3.00", ""]
     assert columns["times perfed, bf16"] == ["20.00", "1.00", "80.00", "30.00"]
+
+
+def test_pictures_are_bytes_for_perfed_and_the_same_numbers_for_the_others(
+    inside: None, tmp_path: Path
+) -> None:
+    from dataclasses import replace
+
+    from drive_perfed import Peer
+    from work import Work
+    from works import WORKLOADS, prepare
+
+    small = replace(WORKLOADS["fedavg"], clients=3, clients_per_round=2, steps=2, batch_size=4)
+    prepare(small, tmp_path, "cpu", 1)
+    work = Work.read(tmp_path)
+    for variant in ("sequential", "mapped-sequential"):
+        peer = Peer(work, variant, "")
+        assert peer.simulation.population.x.element_size() == 1
+    federation = Peer(work, "sequential", "").simulation.federation
+    assert np.std(federation.samples.x) > 30  # not black and white
+    for (x, y), split in zip(work.train, federation.splits, strict=True):
+        assert x.dtype == np.float32
+        assert np.array_equal(x, scaled(federation.samples.x[split.train]))
+        assert np.array_equal(y, federation.samples.y[split.train])

@@ -1,6 +1,8 @@
 """The works of the comparison, as perfed's experiments, and the folder that every worker reads.
 
-Arrays are made up: each class has a picture, a sample is its class's picture under noise. A client
+Arrays are made up: each class has a picture, a sample is its class's picture under noise. Pictures
+are bytes in perfed's file, as they are in most; the others get what perfed's networks get of them,
+the same numbers from −1 to 1 in float32. A client
 has as many training samples as one epoch needs, so that peers that count epochs and peers that
 count steps do the same. They are those that perfed's split gives it; the networks start from the
 weights that perfed draws.
@@ -133,7 +135,7 @@ def prepare(workload: Workload, folder: Path, device: str, threads: int) -> list
         where = np.concatenate(held)
         np.savez(
             folder / f"{part}.npz",
-            x=federation.samples.x[where],
+            x=federation.samples.numbers(federation.samples.x[where]),
             y=federation.samples.y[where],
             ends=np.cumsum([len(one) for one in held]),
         )
@@ -183,4 +185,9 @@ def samples(workload: Workload) -> tuple[np.ndarray, np.ndarray]:
     pictures = random.normal(size=(CLASSES, *workload.shape)).astype(np.float32)
     x = random.standard_normal((len(y), *workload.shape), np.float32)
     x += 0.5 * pictures[y]
-    return x, y
+    return (as_bytes(x) if len(workload.shape) == 3 else x), y
+
+
+def as_bytes(x: np.ndarray) -> np.ndarray:
+    """Few of the numbers are cut off."""
+    return np.clip(np.rint(x * 48 + 127.5), 0, 255).astype(np.uint8)

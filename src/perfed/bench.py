@@ -26,6 +26,7 @@ from perfed.config import Comparison, Experiment, load
 from perfed.core.algorithm import Client
 from perfed.core.channel import Channel
 from perfed.core.message import Message
+from perfed.core.pixels import numbers
 from perfed.core.schema import from_mapping
 from perfed.core.threads import cpu_threads
 from perfed.engines import Execution
@@ -214,7 +215,7 @@ def flops_of_step(simulation: Simulation, client: int) -> float:
     module = population.modules[population.architectures[client]].eval()
     counter = FlopCounterMode(display=False)
     with counter, torch.no_grad():
-        module(population.x[:1])
+        module(numbers(population.x[:1]))
     training = simulation.experiment.training
     samples = training.batch_size + training.public_batch_size
     return float(3 * counter.get_total_flops() * samples)

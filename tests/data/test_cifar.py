@@ -7,9 +7,9 @@ import pytest
 
 import perfed
 from perfed.core.errors import ConfigError
+from perfed.core.pixels import scaled
 from perfed.data import Split, build_federation, cache, datasets, partitions
 from perfed.data.cifar import CIFAR10, CIFAR100, Cifar10, Cifar100
-from perfed.data.datasets import scaled
 from tests.conftest import tiny
 from tests.data import sets
 
@@ -55,14 +55,15 @@ def test_bytes_are_scaled_from_minus_one_to_one() -> None:
 def test_samples_say_where_they_stood(stored: Path, samples: int) -> None:
     loaded = Cifar10(public=15, samples=samples).load(3)
     assert len(loaded.x) == len(loaded.y) == len(loaded.index) == (samples or 30)
-    assert np.array_equal(loaded.x, scaled(sets.PIXELS[loaded.index]))
+    assert np.array_equal(loaded.x, sets.PIXELS[loaded.index])
+    assert np.array_equal(loaded.numbers(loaded.x), scaled(sets.PIXELS[loaded.index]))
     assert np.array_equal(loaded.y, sets.LABELS[loaded.index])
     assert len(loaded.public_index) == 15
-    assert np.array_equal(loaded.public_x, scaled(PUBLIC[loaded.public_index]))
+    assert np.array_equal(loaded.public_x, PUBLIC[loaded.public_index])
     for index in (loaded.index, loaded.public_index):
         assert (np.diff(index) > 0).all()
     assert loaded.classes == 10
-    assert (loaded.x.dtype, loaded.public_x.dtype) == (np.float32, np.float32)
+    assert (loaded.x.dtype, loaded.public_x.dtype) == (np.uint8, np.uint8)
 
 
 def test_the_seed_draws_and_draws_do_not_disturb_each_other(stored: Path) -> None:
@@ -85,7 +86,7 @@ def test_what_a_run_does_to_its_samples_stays_there(stored: Path) -> None:
         loaded = Cifar10(public=15, samples=samples).load(0)
         for array in (loaded.x, loaded.y, loaded.public_x):
             array[:] = 7
-    assert np.array_equal(Cifar10(public=0).load(0).x, scaled(sets.PIXELS))
+    assert np.array_equal(Cifar10(public=0).load(0).x, sets.PIXELS)
     assert np.array_equal(Cifar10(public=0).load(0).y, sets.LABELS)
 
 
@@ -93,7 +94,7 @@ def test_without_a_public_set_cifar100_is_not_needed(tmp_path: Path) -> None:
     cache.get(CIFAR10, tmp_path, sets.npz(tmp_path / "10.npz"))
     loaded = Cifar10(public=0, folder=str(tmp_path)).load(0)
     assert loaded.public_x.shape == (0, 3, 32, 32)
-    assert loaded.public_x.dtype == np.float32
+    assert loaded.public_x.dtype == np.uint8
 
 
 def test_cifar10_can_hold_its_public_set_out_of_itself(stored: Path) -> None:
@@ -111,9 +112,9 @@ def test_cifar100_holds_its_public_set_out_of_itself(labeled: str) -> None:
     assert loaded.classes == 100  # though only seven of them occur
     assert len(loaded.index) == 20
     assert set(loaded.index).isdisjoint(loaded.public_index)
-    assert np.array_equal(loaded.x, scaled(PUBLIC[loaded.index]))
+    assert np.array_equal(loaded.x, PUBLIC[loaded.index])
     assert np.array_equal(loaded.y, loaded.index % 7)
-    assert np.array_equal(loaded.public_x, scaled(PUBLIC[loaded.public_index]))
+    assert np.array_equal(loaded.public_x, PUBLIC[loaded.public_index])
     everything = Cifar100(public=10, folder=labeled).load(0)
     assert np.array_equal(everything.public_index, loaded.public_index)
     assert sorted([*everything.index, *everything.public_index]) == list(range(40))

@@ -48,7 +48,7 @@ def test_pictures_with_named_classes(tmp_path: Path) -> None:
     samples = load(tmp_path / "set", client="who")
     assert samples.x.shape == (12, 3, 8, 6)
     expected = own_files.picture(5, 0, (8, 6)).transpose(2, 0, 1) / 127.5 - 1
-    assert np.allclose(samples.x[5], expected, atol=1e-6)
+    assert np.allclose(samples.numbers(samples.x[5]), expected, atol=1e-6)
     assert samples.y.tolist() == [0, 1] * 6
     assert samples.origin["classes"] == ["cat", "dog"]
     assert samples.client_ids is not None

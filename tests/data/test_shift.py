@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import perfed
 from perfed.core.errors import ConfigError
+from perfed.core.pixels import scaled
 from perfed.data import Federation, shifts
-from perfed.data.datasets import scaled
 from tests.cli.test_cli import refusal
 from tests.conftest import RAY, SEQUENTIAL, STACKED, tiny
 from tests.runs.test_resume import StopAfter
@@ -205,7 +205,7 @@ def test_others_samples_are_shifted_like_a_clients_own(
         assert len(np.unique(split.test)) == len(old.test)
         x = scaled(pictures["x"][samples.index[split.test]])
         y = pictures["y"][samples.index[split.test]]
-        own_x, own_y = samples.x[split.test], samples.y[split.test]
+        own_x, own_y = samples.numbers(samples.x[split.test]), samples.y[split.test]
         if name == "labels":
             assert own_y.tolist() == [meant[group][label] for label in y]
             assert np.array_equal(own_x, x)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from perfed import Split, datasets, partitions
 from perfed.core.errors import ConfigError
 from perfed.data import Federation, build_federation
-from perfed.data.datasets import Samples, scaled
+from perfed.data.datasets import Samples
 from perfed.data.tables import is_number
 from perfed.flower.settings import raw_numbers
 from tests.data import own_files
@@ -210,7 +210,8 @@ def test_pixels_in_a_table_are_pictures(tmp_path: Path) -> None:
     path.write_text("\n".join([header, *rows]))
     how = {"name": "csv", "path": str(path), "shape": [1, 2, 3]}
     x = datasets.build({**how, "scale": "pixels"}).load(0).x
-    assert np.array_equal(x, scaled(pixels[:, None]))
+    assert np.array_equal(x, pixels[:, None])
+    assert x.dtype == np.uint8
     assert datasets.build({**how, "scale": "none"}).load(0).x.shape == (8, 1, 2, 3)
     with pytest.raises(ConfigError, match="6 columns beside the label, a picture of 1×2×2 has 4"):
         datasets.build({**how, "shape": [1, 2, 2]}).load(0)

@@ -52,7 +52,7 @@ def test_without_one_wide_integers_may_be_tokens(
 ) -> None:
     samples = npz(tmp_path, x)
     assert samples.tokens == tokens
-    assert samples.x.dtype == (np.int64 if tokens else np.float32)
+    assert samples.numbers(samples.x).dtype == (np.int64 if tokens else np.float32)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from perfed import Execution
 from perfed.core.algorithm import Client
 from perfed.core.channel import Channel
 from perfed.core.message import Message
+from perfed.core.pixels import numbers
 from perfed.core.schema import from_mapping
 from perfed.engines.precision import PRECISIONS
 from perfed.engines.stacked import StackedEngine, hopper
@@ -28,6 +29,8 @@ from perfed.models.pictures import Added, _inception, _inverted, _normed
 from perfed.runs.simulation import Simulation
 from tests.conftest import MLP_50, spec, tiny
 from tests.engines.test_layers import LAYERS, compare
+from tests.engines.test_pixels import experiment as pictures
+from tests.engines.test_pixels import written
 from tests.engines.test_sequences import GRU, PHRASES, SENSORS, TOKEN
 from tests.engines.test_sequences import experiment as sequences
 from tests.engines.test_training import BASE
@@ -72,6 +75,18 @@ def test_a_stacked_layer_is_what_one_client_at_a_time_gives(name: str, autocast:
     exact = 1e-6 if name == "weight norm" else 1e-10
     dtype, tolerance = (torch.float32, 0.1) if autocast else (torch.float64, exact)
     compare(name, dtype, "cuda", tolerance, autocast)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "stacked"])
+def test_pictures_that_stay_bytes_are_the_same_on_the_gpu(engine: str, tmp_path: Path) -> None:
+    """To the bit, as those that are numbers from the beginning."""
+    every = torch.arange(256, dtype=torch.uint8)
+    assert torch.equal(numbers(every.cuda()).cpu(), numbers(every))
+    found = [
+        losses_of(pictures(data), device="cuda", engine=engine)
+        for data in written(tmp_path).values()
+    ]
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("model", ["WithDropout", "Dropping"])

@@ -25,6 +25,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, Literal, Protocol, overload
 
 import numpy as np
@@ -253,10 +254,15 @@ class Server:
     """The initial weights number 0, 1, … of an architecture; 0 is the one clients start from."""
     modules: Mapping[str, nn.Module]
     """A module of each architecture, for a server that trains (its own weights mean nothing)."""
-    public_x: Tensor
-    """The public set."""
+    public: Callable[[], Tensor]
+    """Makes ``public_x``: most servers never look at it."""
     head: Callable[[str], str] = lambda architecture: ""
     """The name of an architecture's last layer, where the algorithm says ``needs_features``."""
+
+    @cached_property
+    def public_x(self) -> Tensor:
+        """The public set."""
+        return self.public()
 
     def random(self, purpose: str) -> np.random.Generator:
         """A stream of this round's own."""

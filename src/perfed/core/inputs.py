@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -57,6 +58,15 @@ class Inputs:
         """Samples as networks get them."""
         dtype = torch.int64 if self.tokens else torch.get_default_dtype()
         return torch.as_tensor(values, dtype=dtype, device=device)
+
+    def table(
+        self, values: np.ndarray, pixels: bool = False, device: torch.device | None = None
+    ) -> Tensor:
+        """Samples as engines hold them, to be read by :mod:`perfed.core.pixels`. With ``pixels``
+        bytes are pixels, and stay bytes."""
+        if pixels and values.dtype == np.uint8:
+            return torch.as_tensor(np.ascontiguousarray(values), device=device)
+        return self.tensor(values, device)
 
     def zeros(self, count: int, device: torch.device | None = None) -> Tensor:
         """Samples to try a network with."""

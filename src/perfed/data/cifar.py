@@ -23,7 +23,6 @@ from perfed.data.datasets import (
     drawn,
     finished,
     hold_out_public,
-    scaled,
 )
 from perfed.data.readers import PickledBatches, PixelRows
 
@@ -133,7 +132,7 @@ class Cifar100(Dataset):
     def unlabeled(self, seed: int) -> Unlabeled:
         pixels = _stored(CIFAR100, self.folder).pixels  # with or without labels
         index = drawn(self.samples or len(pixels), len(pixels), seed, "public-set")
-        return Unlabeled(scaled(pixels[index]), index)
+        return Unlabeled(pixels[index], index, pixels=True)
 
 
 def _held_out(stored: Arrays, of: ImageSet, public: int, seed: int) -> Samples:

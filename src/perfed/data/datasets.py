@@ -12,6 +12,7 @@ from torch.utils.data import Dataset as TorchDataset
 
 from perfed.core.errors import ConfigError
 from perfed.core.inputs import Tokens
+from perfed.core.pixels import scaled
 from perfed.core.registry import Component, Registry
 from perfed.core.schema import option
 from perfed.core.streams import numpy_stream
@@ -35,6 +36,13 @@ class Samples:
     spare: Spare | None = None
     tokens: Tokens | None = None
     """That samples are tokens, which stay integers; None: they are numbers."""
+    pixels: bool = False
+    """That bytes are pixels, which networks get as numbers from −1 to 1; else they get bytes as
+    they are."""
+
+    def numbers(self, x: np.ndarray) -> np.ndarray:
+        """Some of these samples, as networks get them: for whoever looks at them."""
+        return scaled(x) if self.pixels and x.dtype == np.uint8 else x
 
 
 @dataclass(frozen=True)
@@ -55,6 +63,8 @@ class Unlabeled:
     sizes: tuple[str, ...] = ()
     """Of images, before they were resized."""
     tokens: Tokens | None = None
+    pixels: bool = False
+    """That bytes are pixels."""
 
 
 class ClientData(ABC):
@@ -88,7 +98,9 @@ class Dataset(Component):
     def unlabeled(self, seed: int) -> Unlabeled:
         """Its samples as another dataset's public set."""
         samples = self.load(seed)
-        return Unlabeled(samples.x, samples.index, samples.origin, tokens=samples.tokens)
+        return Unlabeled(
+            samples.x, samples.index, samples.origin, tokens=samples.tokens, pixels=samples.pixels
+        )
 
     @classmethod
     def expand(cls, value: Any) -> Any:
@@ -123,7 +135,7 @@ def hold_out_public(
 
 
 def finished(samples: Samples, count: int, seed: int) -> Samples:
-    """``count`` of the private samples, scaled: bytes become floats only now, and only once."""
+    """``count`` of the private samples, as a federation holds them."""
     total = len(samples.x)
     if count > total:
         raise ConfigError(f"{count} samples of the {total} there are", "data.samples")
@@ -135,12 +147,13 @@ def finished(samples: Samples, count: int, seed: int) -> Samples:
     ids = samples.client_ids
     return dataclasses.replace(
         samples,
-        x=_numbers(samples, samples.x[kept]),
+        x=_held(samples, samples.x[kept]),
         y=samples.y[kept].copy(),
         index=samples.index[kept],
-        public_x=_numbers(samples, samples.public_x),
+        public_x=_held(samples, samples.public_x),
         client_ids=None if ids is None else ids[kept],
         spare=spare,
+        pixels=samples.unscaled is None and samples.tokens is None,
     )
 
 
@@ -150,7 +163,7 @@ def with_spare(samples: Samples, where: np.ndarray) -> Samples:
     stored = samples.spare.all
     return dataclasses.replace(
         samples,
-        x=np.concatenate([samples.x, _numbers(stored, stored.x[where])]),
+        x=np.concatenate([samples.x, _held(stored, stored.x[where])]),
         y=np.concatenate([samples.y, stored.y[where]]),
         index=np.concatenate([samples.index, stored.index[where]]),
         client_ids=None,
@@ -169,7 +182,7 @@ def taken(samples: Samples, where: np.ndarray) -> Samples:
     )
 
 
-def _numbers(samples: Samples, x: np.ndarray) -> np.ndarray:
+def _held(samples: Samples, x: np.ndarray) -> np.ndarray:
     # What is still to be standardised keeps its digits until then.
     return x if samples.unscaled is not None else stored(x, samples.tokens)
 
@@ -180,22 +193,10 @@ def drawn(count: int, total: int, seed: int, purpose: str) -> np.ndarray:
 
 
 def stored(x: np.ndarray, tokens: Tokens | None) -> np.ndarray:
-    """As a federation holds samples: tokens as integers, all else as float32."""
-    return _of_type(x, np.int64) if tokens else scaled(x)
-
-
-def scaled(x: np.ndarray) -> np.ndarray:
-    """As float32; bytes from −1 to 1. In place, since a set may take much of the memory."""
-    result = _of_type(x, np.float32)
-    if x.dtype == np.uint8:
-        result /= 127.5
-        result -= 1
-    return result
-
-
-def _of_type(x: np.ndarray, dtype: type[np.generic]) -> np.ndarray:
-    """Copied only where it must be; what is read from a mapped file is read now."""
-    return x.astype(dtype, copy=not x.flags.writeable)
+    """As a federation holds samples: tokens as integers, bytes as the pixels they are, all else as
+    float32. Copied only where it must be; what is read from a mapped file is read now."""
+    other = np.uint8 if x.dtype == np.uint8 else np.float32
+    return x.astype(np.int64 if tokens else other, copy=not x.flags.writeable)
 
 
 @datasets.register("digits")

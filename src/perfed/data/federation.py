@@ -477,13 +477,14 @@ def shifted(
     fresh: dict[int, np.ndarray] = {}
     if len(samples.y) > holdings.sizes.sum():
         samples, splits, fresh = _fresh_of_each_group(samples, splits, shifting.groups)
-    x, y = samples.x.copy(), samples.y.copy()  # the dataset's own stay as they are
+    x, y = shifting.given(samples, samples.x), samples.y.copy()
+    x = x.copy() if x is samples.x else x  # the dataset's own stay as they are
     for client in np.flatnonzero(shifting.groups).tolist():
         held = holdings.of(client)
         x[held], y[held] = shifting.client(client, x[held], y[held])
     for group, where in fresh.items():
         x[where], y[where] = shifting.fresh(group, x[where], y[where])
-    return replace(samples, x=x, y=y, public_x=shifting.public(samples.public_x)), splits
+    return replace(samples, x=x, y=y, public_x=shifting.public(samples)), splits
 
 
 def _fresh_of_each_group(

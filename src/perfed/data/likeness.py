@@ -43,7 +43,7 @@ def oddities(
             f"public images were {_few(public_sizes)} before they were resized, private ones "
             f"{_few(private_sizes)}: details may look different"
         )
-    private, public = _some(private), _some(public)
+    private, public = some(private), some(public)
     if _is_grey(public) != _is_grey(private):
         which = ("grey", "in colour") if _is_grey(public) else ("in colour", "grey")
         yield f"public images are all {which[0]}, private ones {which[1]}"
@@ -73,7 +73,8 @@ def _check_shapes(private: tuple[int, ...], public: tuple[int, ...]) -> None:
     )
 
 
-def _some(x: np.ndarray) -> np.ndarray:
+def some(x: np.ndarray) -> np.ndarray:
+    """As many as are looked at; of these, all."""
     return x[:: max(1, len(x) // LOOKED_AT)][:LOOKED_AT]
 
 

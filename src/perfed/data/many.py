@@ -12,7 +12,7 @@ from perfed.core.errors import ConfigError
 from perfed.core.paths import expanded
 from perfed.core.schema import option
 from perfed.core.streams import numpy_stream
-from perfed.data.datasets import ClientData, Dataset, Samples, datasets, scaled
+from perfed.data.datasets import ClientData, Dataset, Samples, datasets, stored
 from perfed.data.sources import content_hash
 
 
@@ -100,12 +100,13 @@ class _MappedData(ClientData):
         if public.shape[1:] != self._x.shape[1:]:
             raise ConfigError(f"{folder}: public.npy and x.npy differ in shape", "data.path")
         self.samples = Samples(
-            x=scaled(self._x[:0]),
+            x=stored(self._x[:0], None),
             y=np.empty(0, dtype=np.int64),
             index=np.empty(0, dtype=np.int64),
-            public_x=scaled(np.asarray(public)),
+            public_x=stored(np.asarray(public), None),
             public_index=np.arange(len(public)),
             classes=int(self._y.max()) + 1,
+            pixels=True,
             # Of the samples themselves no more than a few: all of them may take hours to read.
             origin={
                 "hash": content_hash(self.sizes, self._y, self._x[:: 1 + len(self._x) // 1000])
@@ -121,7 +122,7 @@ class _MappedData(ClientData):
         own = slice(self._ends[number] - self.sizes[number], self._ends[number])
         x, y = np.array(self._x[own]), self._y[own].astype(np.int64)
         _give_back(self._x)
-        return scaled(x), y
+        return stored(x, None), y
 
 
 def _give_back(mapped: np.ndarray) -> None:

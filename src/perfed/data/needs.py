@@ -18,9 +18,9 @@ import numpy as np
 
 from perfed.core.errors import ConfigError, DataError, shape_text
 from perfed.core.inputs import Inputs
+from perfed.core.pixels import scaled
 from perfed.core.schema import Options, option
 from perfed.data.arrays import load_arrays
-from perfed.data.datasets import scaled
 from perfed.data.federation import Federation
 from perfed.data.opening import open_file
 from perfed.data.readers import (
@@ -283,14 +283,14 @@ def needs_of(federation: Federation, inputs: Inputs, client: int = 0) -> Needs:
         columns=tuple(origin.get("columns", ())),
         mean=tuple(np.ravel(scales.get("mean", ())).tolist()),
         deviation=tuple(np.ravel(scales.get("deviation", ())).tolist()),
-        pixels=() if inputs.tokens or scales else pixel_range(x),
+        pixels=() if inputs.tokens or scales else pixel_range(samples.numbers(_some(x))),
         pixel_cells=origin.get("values") == BYTES,
     )
 
 
 def pixel_range(x: np.ndarray) -> tuple[float, ...]:
     """What black and white are, by the range of some samples; nothing where they are no pixels."""
-    some = x[:: max(1, len(x) // LOOKED_AT)]
+    some = _some(x)
     if not some.size or some.dtype.kind != "f":
         return ()
     low, high = float(some.min()), float(some.max())
@@ -299,6 +299,11 @@ def pixel_range(x: np.ndarray) -> tuple[float, ...]:
     if high <= 1:
         return RANGES[1]
     return RANGES[2] if DARKEST_WHITE <= high <= 255 else ()
+
+
+def _some(x: np.ndarray) -> np.ndarray:
+    """Of so few, as many as there are."""
+    return x[:: max(1, len(x) // LOOKED_AT)]
 
 
 def _samples_in(path: Path) -> np.ndarray:

@@ -8,8 +8,9 @@ seed, the client's number and its group. An algorithm is told nothing of it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 
@@ -21,6 +22,14 @@ from perfed.core.streams import numpy_stream
 from perfed.data.datasets import ClientData, Samples
 
 PICTURE = ", channels×height×width"
+Inputting = TypeVar("Inputting", bound=Callable[..., np.ndarray])
+
+
+def moves_only(inputs: Inputting) -> Inputting:
+    """Says of a shift's ``inputs`` that it moves numbers and makes no new ones: what are bytes stay
+    bytes. One that takes its place has to say so again."""
+    inputs.moves_only = True  # type: ignore[attr-defined]
+    return inputs
 
 
 @dataclass(frozen=True)
@@ -49,9 +58,14 @@ class Shift(Component):
         """The labels as ``group`` has them; ``random`` draws the same numbers for every client."""
         return y
 
+    @moves_only
     def inputs(self, x: np.ndarray, group: int, random: np.random.Generator) -> np.ndarray:
         """The samples as ``group`` has them; ``random`` is the client's own."""
         return x
+
+    def takes_bytes(self) -> bool:
+        """Whether ``inputs`` may be given pixels as bytes; else it gets numbers from −1 to 1."""
+        return getattr(type(self).inputs, "moves_only", False)
 
     def changes_public(self) -> bool:
         """Whether public samples are shifted, too, each like those of a group drawn for it."""
@@ -141,6 +155,7 @@ class Rotation(InputShift):
                 f"'rotation' needs square pictures{PICTURE}{_instead(inputs)}", "shift"
             )
 
+    @moves_only
     def inputs(self, x: np.ndarray, group: int, random: np.random.Generator) -> np.ndarray:
         return np.rot90(x, group, axes=(-2, -1))
 
@@ -227,10 +242,15 @@ class Shifting:
         common = numpy_stream(self.seed, "shift-labels")
         return self.shift.inputs(x, group, own), self.shift.labels(y, group, self.classes, common)
 
-    def public(self, x: np.ndarray) -> np.ndarray:
+    def given(self, samples: Samples, x: np.ndarray) -> np.ndarray:
+        """Some of ``samples`` as the shift takes them."""
+        return x if self.shift.takes_bytes() else samples.numbers(x)
+
+    def public(self, samples: Samples) -> np.ndarray:
         """The public set."""
         if not self.shift.changes_public():
-            return x
+            return samples.public_x
+        x = self.given(samples, samples.public_x)
         random, shares = numpy_stream(self.seed, "shift-public"), np.array(self.shift.groups)
         group = random.choice(len(shares), size=len(x), p=shares / shares.sum())
         x = x.copy()
@@ -247,11 +267,12 @@ class ShiftedData(ClientData):
         self._data = data
         self._shifting = shifting
         self.sizes = data.sizes
-        public_x = shifting.public(data.samples.public_x)
-        self.samples: Samples = replace(data.samples, public_x=public_x)
+        x = shifting.given(data.samples, data.samples.x)
+        self.samples: Samples = replace(data.samples, x=x, public_x=shifting.public(data.samples))
 
     def client(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        x, y = self._shifting.client(number, *self._data.client(number))
+        x, y = self._data.client(number)
+        x, y = self._shifting.client(number, self._shifting.given(self.samples, x), y)
         return np.ascontiguousarray(x), y  # a turned picture is a view with negative strides
 
     def positions(self, number: int) -> np.ndarray:

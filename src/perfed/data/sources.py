@@ -19,6 +19,7 @@ import numpy as np
 from perfed.core.errors import ConfigError, DataError, shape_text
 from perfed.core.inputs import Tokens
 from perfed.core.notices import say_once
+from perfed.core.pixels import scaled
 from perfed.core.schema import option
 from perfed.data.datasets import (
     Dataset,
@@ -29,7 +30,7 @@ from perfed.data.datasets import (
     hold_out_public,
     stored,
 )
-from perfed.data.likeness import check_alike
+from perfed.data.likeness import check_alike, some
 from perfed.data.tokens import all_tokens, common_tokens
 
 BY_CLIENT_HELP = (
@@ -118,14 +119,16 @@ class OwnData(Dataset):
         )
         samples = finished(held, self.samples, seed)
         if public is not None:
-            check_alike(samples.x, samples.public_x, contents.sizes, public.sizes)
+            own, shared = (samples.numbers(some(x)) for x in (samples.x, samples.public_x))
+            check_alike(own, shared, contents.sizes, public.sizes)
         return samples
 
     def unlabeled(self, seed: int) -> Unlabeled:
         contents = self._contents("data.public", labeled=False)
         index = self._drawn_public(len(contents.x), seed)
         x = stored(contents.x[index], contents.tokens)
-        return Unlabeled(x, index, _origin(contents), contents.sizes, contents.tokens)
+        are_pixels = contents.tokens is None
+        return Unlabeled(x, index, _origin(contents), contents.sizes, contents.tokens, are_pixels)
 
     def _drawn_public(self, total: int, seed: int) -> np.ndarray:
         """Which of its samples are another dataset's public set."""
@@ -138,7 +141,10 @@ class OwnData(Dataset):
     def _public(self, contents: Contents, seed: int) -> Unlabeled:
         if contents.public is None:
             assert isinstance(self.public, Dataset)
-            return self.public.unlabeled(seed)
+            found = self.public.unlabeled(seed)
+            if contents.unscaled is None or not found.pixels:
+                return found
+            return dataclasses.replace(found, x=scaled(found.x))  # to be standardised as numbers
         if self.public:
             raise ConfigError(
                 f"{self.path} has a public set of its own: leave out either", "data.public"

@@ -23,6 +23,7 @@ from perfed.core.augmentation import CODES, augmented
 from perfed.core.errors import ConfigError
 from perfed.core.message import Message
 from perfed.core.network import base_of, head_outputs, head_tensors, on_features
+from perfed.core.pixels import samples_at
 from perfed.core.predictor import What
 from perfed.core.privacy import Privacy
 from perfed.core.streams import (
@@ -601,10 +602,13 @@ def mini_batches(request: Sgd) -> Iterator[tuple[Private | tuple[Private, ...], 
         public = drawn(request.public_key(), training.public_batch_size, bound)
 
     def batch(where: Tensor, code: Tensor | None) -> Private:
-        x = population.x[where]
+        x = samples_at(population.x, where)
         return Private(
             x if code is None else augmented(x, code, training.augment), population.y[where]
         )
+
+    def taught_on(where: Tensor) -> Public:
+        return Public(samples_at(population.public_x, where), where)
 
     for step in range(steps):
         batches = tuple(
@@ -613,5 +617,5 @@ def mini_batches(request: Sgd) -> Iterator[tuple[Private | tuple[Private, ...], 
         )
         yield (
             batches if len(batches) > 1 else batches[0],
-            None if public is None else Public(population.public_x[public[step]], public[step]),
+            None if public is None else taught_on(public[step]),
         )

@@ -24,6 +24,7 @@ from perfed.core.metrics import EVALUATED_ON, Samples, column_name, evaluate
 from perfed.core.network import Between
 from perfed.core.own_code import running, wrong_return
 from perfed.core.participation import Participation
+from perfed.core.pixels import numbers
 from perfed.core.privacy import Account, Privacy, sampling_rate, told_number
 from perfed.core.randomness import draws_numbers
 from perfed.core.schema import plain
@@ -275,7 +276,7 @@ class Population:
         """A few samples, or features, to try a network with."""
         inputs = self._shapes[label][1]
         if inputs is self.inputs:
-            return self.x[:4]
+            return numbers(self.x[:4])
         values = torch.linspace(-1, 1, 4 * inputs.shape[0], device=self.device)
         return values.view(4, *inputs.shape)
 
@@ -303,7 +304,8 @@ class Population:
             self._forward_flops[label] = forward_flops(self.modules[label], one)
         return self._forward_flops[label]
 
-    # Samples go to the device when they are first used: where clients live elsewhere, never.
+    # Samples go to the device when they are first used: where clients live elsewhere, never. These
+    # are tables, which keep pictures as bytes: ``samples_at`` gives rows as networks get them.
 
     # Where they are never all in memory, they are those of the clients of the newest call.
 
@@ -322,7 +324,8 @@ class Population:
 
     @cached_property
     def _all_x(self) -> Tensor:
-        return self.inputs.tensor(self.federation.samples.x, self.device)
+        samples = self.federation.samples
+        return self.inputs.table(samples.x, samples.pixels, self.device)
 
     @cached_property
     def _all_y(self) -> Tensor:
@@ -330,7 +333,8 @@ class Population:
 
     @cached_property
     def public_x(self) -> Tensor:
-        return self.inputs.tensor(self.federation.samples.public_x, self.device)
+        samples = self.federation.samples
+        return self.inputs.table(samples.public_x, samples.pixels, self.device)
 
     def call(self, method: Method, messages: Mapping[int, Message], round: int) -> Call:
         return Call(self, method, messages, round)

@@ -17,6 +17,7 @@ from perfed.core.algorithm import Network, Objective, Private, Public, trainable
 from perfed.core.gradients import Noise, check_sample_gradients, clipped_gradient
 from perfed.core.network import outputs
 from perfed.core.own_code import objective_with
+from perfed.core.pixels import numbers
 from perfed.core.randomness import addressed
 from perfed.core.tree import Weights
 from perfed.engines.base import (
@@ -165,7 +166,7 @@ def run_forward(request: Forward) -> Tensor:
     tensors = request.tensors()
     return torch.cat(
         [
-            outputs(module, head, tensors, batch, request.what)
+            outputs(module, head, tensors, numbers(batch), request.what)
             for batch in torch.split(x, EVALUATION_BATCH)
         ]
     )

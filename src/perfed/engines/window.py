@@ -20,6 +20,7 @@ class Window:
         self._data = federation.distant
         self._device = device
         self._inputs = federation.inputs
+        self._samples = federation.samples
         self._first: dict[int, int] = {}
         """Where the samples of each client begin that are here."""
         self._make(0)
@@ -43,5 +44,6 @@ class Window:
         return self._first[client]
 
     def _make(self, room: int) -> None:
-        self.x = self._inputs.zeros(room, self._device)
+        nothing = np.zeros((room, *self._inputs.shape), self._samples.x.dtype)
+        self.x = self._inputs.table(nothing, self._samples.pixels, self._device)
         self.y: Tensor = torch.zeros(room, dtype=torch.int64, device=self._device)

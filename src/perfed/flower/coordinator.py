@@ -489,7 +489,7 @@ class FederatedRun(Coordinator):
             population,
             self._networks.initial,
             self._networks,
-            self._public_x,
+            lambda: self._public_x,
             self._networks.head,
         )
 

@@ -16,6 +16,7 @@ from perfed.core.errors import ConfigError, DataError
 from perfed.core.inputs import Inputs, Tokens
 from perfed.core.objects import import_object
 from perfed.core.participation import Participation
+from perfed.core.pixels import scaled
 from perfed.core.privacy import Privacy
 from perfed.core.schema import Options, from_mapping, option
 from perfed.data import (
@@ -45,7 +46,7 @@ O = TypeVar("O", bound=Options)  # noqa: E741
 
 
 class Read(NamedTuple):
-    """Samples as they were found."""
+    """Samples as they were found; pixels as numbers, which the public set's hash is of."""
 
     x: np.ndarray
     tokens: Tokens | None
@@ -89,7 +90,7 @@ class PublicSet(Options):
         """The samples; None where there is no public set."""
         if self.dataset is not None:
             samples = raw_numbers(self.dataset.load(self.seed), "public.dataset")
-            public = Read(samples.public_x, samples.tokens)
+            public = Read(samples.numbers(samples.public_x), samples.tokens)
         elif self.file:
             public = as_samples(_read_array(self.file, "public"), "public.file", vocabulary)
         else:
@@ -141,11 +142,11 @@ class SiteData(Options):
             held, labels = whole.samples.x, whole.samples.y
             if whole.distant is not None:
                 held, labels = whole.distant.client(client)
-            read = Read(held, whole.samples.tokens, whole.samples.origin)
+            read = Read(whole.samples.numbers(held), whole.samples.tokens, whole.samples.origin)
             return read.checked(vocabulary, "data"), labels, whole.splits[client]
         if self.dataset is not None:
             samples = raw_numbers(self.dataset.load(self.seed), "data.dataset")
-            x = Read(samples.x, samples.tokens, self._origin(samples))
+            x = Read(samples.numbers(samples.x), samples.tokens, self._origin(samples))
             y = self._numbered(samples)
         else:
             x, y = _call_source(self.source, vocabulary)
@@ -408,7 +409,7 @@ def as_samples(values: Any, where: str, vocabulary: int) -> Read:
     """Checked; tokens as integers, others as float32, bytes (0 … 255) scaled to −1 … 1."""
     x = checked_samples(values, where)
     tokens = tokens_in(x, vocabulary, where)
-    return Read(stored(x, tokens), tokens)
+    return Read(stored(x, tokens) if tokens else scaled(x), tokens)
 
 
 def _call_source(source: str, vocabulary: int) -> tuple[Read, np.ndarray]:

@@ -137,7 +137,7 @@ def _server(weights: Weights) -> Server:
         architectures={ARCHITECTURE: CLIENTS},
         initial=lambda architecture, number: weights if number == 0 else weights.clone(),
         modules={},
-        public_x=torch.empty(0),
+        public=lambda: torch.empty(0),
     )
 
 

@@ -20,6 +20,7 @@ from perfed.config import Experiment
 from perfed.core.algorithm import Network, Private, Public
 from perfed.core.channel import Channel
 from perfed.core.layout import Table
+from perfed.core.pixels import numbers, samples_at
 from perfed.core.schema import from_mapping
 from perfed.core.threads import cpu_threads
 from perfed.core.tree import Weights
@@ -77,13 +78,13 @@ def gradient_norms(simulation: Simulation) -> list[float]:
         weights = population.record(k).weights
         module = population.modules[population.architectures[k]].eval()
         where = population.positions(k, "train")
-        public = Public(population.public_x, torch.arange(len(population.public_x)))
+        public = Public(numbers(population.public_x), torch.arange(len(population.public_x)))
         with torch.no_grad():
             said = functional_call(module, weights.params, (public.x,)).softmax(1)
         params = {name: t.clone().requires_grad_() for name, t in weights.params.items()}
         loss = simulation.algorithm.objective(  # type: ignore[attr-defined]
             Network(module, Weights(params, {}), "private"),
-            Private(population.x[where], population.y[where]),
+            Private(samples_at(population.x, where), population.y[where]),
             public,
             centroids[nearest(centroids, said)],
         )

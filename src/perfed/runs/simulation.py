@@ -23,6 +23,7 @@ from perfed.core.hostile import honest_ones
 from perfed.core.message import Message
 from perfed.core.metrics import check_range
 from perfed.core.notices import say_once
+from perfed.core.pixels import numbers
 from perfed.core.schema import plain, to_mapping
 from perfed.core.selection import select_clients
 from perfed.core.threads import WRITERS, cpu_threads, in_threads
@@ -436,7 +437,7 @@ class Simulation(Coordinator):
             self._counts,
             self.population.initial_weights,
             self.population.modules,
-            self.population.public_x,
+            lambda: numbers(self.population.public_x),
             self.population.head,
         )
 

@@ -26,6 +26,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from perfed.core.errors import ConfigError, RunError
 from perfed.core.notices import say_once
+from perfed.core.pixels import joined
 from perfed.core.predictor import What
 from perfed.core.streams import seed_generators
 from perfed.core.threads import cpu_threads
@@ -455,12 +456,10 @@ class Stack:
 
 
 def join_samples(populations: Sequence[Population]) -> Samples:
-    if len(populations) == 1:
-        return Samples(populations[0].x, populations[0].y, populations[0].public_x)
     return Samples(
-        torch.cat([population.x for population in populations]),
-        torch.cat([population.y for population in populations]),
-        torch.cat([population.public_x for population in populations]),
+        joined([population.x for population in populations]),
+        joined([population.y for population in populations]),
+        joined([population.public_x for population in populations]),
     )
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from perfed.core.pixels import samples_at
 from perfed.core.predictor import What
 from perfed.engines.base import Trained
 from perfed.engines.stacked import hopper
@@ -29,7 +30,6 @@ from perfed.engines.stacked.stack import (
     Samples,
     StackedModule,
     StackedStep,
-    samples_at,
     unstack,
 )
 from perfed.engines.stacked.tape import Taped, TapedSteps
@@ -188,7 +188,7 @@ class RecordedForward:
         @torch.no_grad()
         def forward() -> Tensor:
             run = torch.func.vmap(functools.partial(module.evaluate, what))
-            rows: Tensor = run(self._tensors, samples[self._where])
+            rows: Tensor = run(self._tensors, samples_at(samples, self._where))
             return rows
 
         self._recording = Recording(forward, [], samples.device)

@@ -34,6 +34,7 @@ from perfed.core.gradients import Noise, check_sample_gradients, clipped_gradien
 from perfed.core.inputs import precision_of
 from perfed.core.network import declared, head_outputs, outputs
 from perfed.core.own_code import objective_with
+from perfed.core.pixels import samples_at
 from perfed.core.predictor import What
 from perfed.core.randomness import addressed, dice_of
 from perfed.core.streams import uniform_indices_of
@@ -579,13 +580,6 @@ class StackedStep:
             found = [(how, id(x)) for how, x in asked]
             self._joins = len(found) == 2 == len(both) and set(found) == both
         return loss
-
-
-def samples_at(table: Tensor, where: Tensor) -> Tensor:
-    """``table[where]``, which on a CPU copies number by number and not sample by sample."""
-    if table.is_cuda:
-        return table[where]
-    return table.index_select(0, where.flatten()).view(*where.shape, *table.shape[1:])
 
 
 class Seen(NamedTuple):
