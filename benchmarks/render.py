@@ -31,6 +31,7 @@ from security_blocks import BLOCKS as SECURITY_BLOCKS
 from study_blocks import BLOCKS as STUDY_BLOCKS
 from successor_blocks import BLOCKS as SUCCESSOR_BLOCKS
 from use_blocks import BLOCKS as USE_BLOCKS
+from versions_blocks import BLOCKS as VERSIONS_BLOCKS
 
 from perfed.bench import render as render_bench
 from perfed.runs.tables import spread, summary
@@ -54,6 +55,7 @@ DOCUMENTS = (
     "docs/hostile.md",
     "docs/rounding.md",
     "docs/use.md",
+    "docs/install.md",
 )
 
 
@@ -495,6 +497,7 @@ BLOCKS = {
     **STUDY_BLOCKS,
     **HOSTILE_BLOCKS,
     **USE_BLOCKS,
+    **VERSIONS_BLOCKS,
     "bench-h200": lambda: engines("bench_h200"),
     "bench-cpu": lambda: engines("bench_cpu"),
     "profile": profile,

@@ -24,6 +24,7 @@ import functools
 import gc
 import importlib
 import importlib.metadata
+import importlib.util
 import json
 import os
 import runpy
@@ -51,15 +52,17 @@ PROGRAMS = (
 )
 FOSTERED = "warm-"
 """The name of a forked process begins with it. Then comes the number of the one that asked."""
-IMPORTED = (
-    "perfed.cli",
-    "perfed.engines.stacked",
+FLOWER = (
     "perfed.flower.client_app",
     "perfed.flower.server_app",
     "flwr.cli.app",
     "flwr.supercore.cli",
     "flwr.superlink.cli",
     "flwr.supernode.cli",
+)
+IMPORTED = (
+    "perfed.cli",
+    "perfed.engines.stacked",
     "matplotlib.backends.backend_agg",
     "matplotlib.backends.backend_pdf",
     "matplotlib.backends.backend_svg",
@@ -67,6 +70,7 @@ IMPORTED = (
     "scipy.optimize",
     "sklearn.datasets",
     "torch.fx.experimental.symbolic_shapes",  # what torch imports for its first recording
+    *(FLOWER if importlib.util.find_spec("flwr") else ()),
 )
 
 

@@ -102,7 +102,7 @@ def test_a_log_never_stands_still(
         time.sleep(0.35)
     said = capsys.readouterr().err.splitlines()
     assert "preparing; 0 s so far" in said
-    assert "fedavg, seed 0: in round 2/9; 0 s so far" in said
+    assert any(re.match(r"fedavg, seed 0: in round 2/9; \d s so far", line) for line in said)
     assert 3 <= len(said) <= 7
     time.sleep(0.25)
     assert capsys.readouterr().err == ""

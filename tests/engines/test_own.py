@@ -70,6 +70,7 @@ def numbers(result: perfed.Result) -> np.ndarray:
     ],
 )
 def test_one_file_outside_the_package_works_with_every_engine(folder: Path, path: str) -> None:
+    pytest.importorskip("ray")
     engines: list[dict[str, Any]] = [{"engine": "stacked"}, {"engine": "ray", "workers": 2}]
     plain = perfed.run(own(path), "plain", how=perfed.Execution(engine="sequential", device="cpu"))
     assert plain.experiment.to_mapping()["algorithm"] == {"name": path, "distance": 0.3}

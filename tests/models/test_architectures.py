@@ -180,7 +180,7 @@ def raises(input_shape: tuple[int, ...], classes: int) -> nn.Module:
     ("given", "message"),
     [
         (nn.Linear(4, 5), "gives 5 numbers for one sample, but the data has 3 classes: its last"),
-        (nn.Linear(5, 3), "cannot take samples of shape 4: mat1 and mat2"),
+        (nn.Linear(5, 3), "mat1 and mat2 shapes cannot be multiplied (2x4 and 5x3)"),
         (Gives((1, 2)), "gives a tuple: it must give a tensor, 3 numbers"),
         (Gives(torch.sum), "gives a tensor of shape () for 2 samples: it must give a row of 3"),
         (Gives(lambda z: z[:, 0]), "gives a tensor of shape (2,) for 2 samples"),

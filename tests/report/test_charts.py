@@ -109,6 +109,14 @@ def test_marks_and_texts_belong_together(drawn: dict[str, Chart]) -> None:
         np.testing.assert_allclose(dots[name][:, 0], said, atol=0.051)
 
 
+def test_no_bar_hides_a_client(drawn: dict[str, Chart]) -> None:
+    axes = drawn["distribution"].figure.axes[0]
+    bars = np.concatenate([np.asarray(line.get_ydata()) for line in axes.lines])
+    for group in axes.collections:
+        heights = np.asarray(group.get_offsets())[:, 1]
+        assert not np.any((bars > heights.min() - 0.04) & (bars < heights.max() + 0.04))
+
+
 def test_svg_has_a_mark_for_every_text_and_colours_of_the_page(drawn: dict[str, Chart]) -> None:
     every_id: list[str] = []
     for chart in drawn.values():

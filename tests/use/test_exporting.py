@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
-import onnxruntime
 import pytest
 import torch
 from PIL import Image
@@ -34,6 +32,9 @@ from perfed.models import architectures, build_module
 from perfed.runs.model_file import module_of
 from perfed.use.exporting import TOLERANCE, export_model
 from perfed.use.opening import Ready, of_module, open_model
+
+onnx = pytest.importorskip("onnx")
+onnxruntime = pytest.importorskip("onnxruntime")
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 MODELS = {f"perfed.models.{name}" for name in ("architectures", "pictures", "sequences")}

@@ -22,7 +22,8 @@ MOMENT = 0.25  # seconds: who only looks whether a lock is held has it for less
 @contextmanager
 def locked(path: Path, patience: float | None = MOMENT) -> Iterator[None]:
     """TimeoutError where another process still has it after ``patience`` seconds; None: wait."""
-    with FileLock(path, timeout=-1 if patience is None else patience, poll_interval=0.05):
+    timeout = -1 if patience is None else patience
+    with FileLock(path).acquire(timeout, poll_interval=0.05):
         yield
 
 

@@ -190,6 +190,8 @@ def download(source: Source, target: Path, progress: Progress = silent) -> Path:
                 done += len(chunk)
                 progress("downloading", done, total)
     except (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError) as e:
+        if isinstance(e, urllib.error.HTTPError):
+            e.close()  # it holds the answer
         reason = getattr(e, "reason", None) or e
         raise DataError(
             f"cannot download {source.url}: {reason} (with a copy at hand: --from PATH)"

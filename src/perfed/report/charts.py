@@ -214,7 +214,7 @@ def clients_by_round(curves: Sequence[Series]) -> Chart | None:
         "Line: the mean. The darker band holds the middle half of the clients, the lighter one "
         "four fifths of them."
     )
-    if same_data(curves):
+    if same_data(curves) and _range(ends[closest][1:3]) != _range(ends[widest][1:3]):
         chart.caption += (
             f" {_when(curves).capitalize()} the middle half lies closest together with {closest} "
             f"({_range(ends[closest][1:3])}) and furthest apart with {widest} "
@@ -224,7 +224,7 @@ def clients_by_round(curves: Sequence[Series]) -> Chart | None:
 
 
 def distribution(curves: Sequence[Series]) -> Chart | None:
-    figure, axes = theme.canvas(0.6 + 0.55 * len(curves), left=0.12)
+    figure, axes = theme.canvas(0.6 + 0.6 * len(curves), left=0.12)
     title = f"Where the clients {'end' if _over(curves) else 'are so far'}"
     chart = Chart("distribution", title, figure)
     words = []
@@ -250,21 +250,21 @@ def distribution(curves: Sequence[Series]) -> Chart | None:
             clip_on=False,
         )
         first, middle, third = np.percentile(values, [25, 50, 75])
-        for colour, width in ((theme.PAPER, 4), (theme.INK, 1.6)):  # readable on many dots
-            look = {"color": colour, "lw": width, "solid_capstyle": "butt"}
-            axes.plot([first, third], [place, place], **look)
-            axes.plot([middle, middle], [place - 0.16, place + 0.16], **look)
+        below = place - 0.38  # the bar hides no dot
+        look = {"color": theme.INK, "lw": 1.6, "solid_capstyle": "butt", "clip_on": False}
+        axes.plot([first, third], [below, below], **look)
+        axes.plot([middle, middle], [below - 0.07, below + 0.07], **look)
         _name_row(axes, place + 0.42, curve.label)
         tenth = float(np.mean(np.sort(values)[: max(1, len(values) // 10)]))
         text = f"{curve.label}: median {middle:.0f} %, worst tenth {tenth:.0f} %"
         words.append((float(middle), text))
     axes.set(
-        xlabel="test accuracy of a client (%)", ylim=(-0.35, len(curves) - 0.35), xlim=(-2, 102)
+        xlabel="test accuracy of a client (%)", ylim=(-0.5, len(curves) - 0.35), xlim=(-2, 102)
     )
     _without_y(axes)
     chart.caption = (
-        "A dot is a client after its last evaluation; the bar spans the middle half, its mark is "
-        f"the median. {_highest_and_lowest(words, ranked=same_data(curves))}."
+        "A dot is a client after its last evaluation. The bar below spans the middle half, and its "
+        f"mark is the median. {_highest_and_lowest(words, ranked=same_data(curves))}."
     )
     return chart
 
@@ -527,7 +527,9 @@ def _bubbles(
     )
     if clients <= 40:
         numbers = [str(run.numbers[who[row]]) for row in order]
-        axes.set_xticks(range(clients), numbers, fontsize=6, rotation=90)
+        upright = clients <= 20
+        look = {"fontsize": 8 if upright else 6, "rotation": 0 if upright else 90}
+        axes.set_xticks(range(clients), numbers, **look)
     else:
         axes.set_xticks([])
     if classes <= 20:
@@ -678,7 +680,7 @@ def _legend_rows(curves: Sequence[Series], columns: int) -> int:
 def _apart(values: Sequence[float]) -> np.ndarray:
     """How far each dot of a row is moved up or down, so that dots of one accuracy (as far as a dot
     is wide) are above each other and not on each other."""
-    return _fan([(round(value),) for value in values], 0.045, 0.26)
+    return _fan([(round(value),) for value in values], 0.075, 0.26)
 
 
 def _beside(sizes: np.ndarray, gained: np.ndarray) -> np.ndarray:
