@@ -82,6 +82,8 @@ def test_what_is_written_runs_as_it_is(tmp_path: Path, kind: str) -> None:
     for key, value in expected.items():
         assert getattr(data, key) == value
     assert (start.named_clients == 3) == ("client" in kind)
+    # Samples that somebody's clients brought are like nobody else's.
+    assert read.experiment.shared_test == ("client" not in kind)
     short = perfed.load(file, ["rounds=1", "training.steps=1"])
     assert isinstance(short, Comparison)
     result = perfed.compare(short, tmp_path / "run")

@@ -55,13 +55,13 @@ def test_ctrl_c_ends_all_of_them_in_one_line(tmp_path: Path) -> None:
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     try:
-        ends = time.monotonic() + 120
+        ends = time.monotonic() + 400  # two processes import torch, on a machine that may be busy
         while len([*tmp_path.glob("out/runs/*/timing.jsonl")]) < 2:  # both have played a round
             assert study.poll() is None
             assert time.monotonic() < ends
             time.sleep(0.05)
         os.killpg(study.pid, signal.SIGINT)  # as a terminal does
-        _, errors = study.communicate(timeout=120)
+        _, errors = study.communicate(timeout=200)
     except BaseException:  # it would go on for 100,000 rounds
         os.killpg(study.pid, signal.SIGKILL)
         raise
