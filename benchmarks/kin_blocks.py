@@ -38,6 +38,7 @@ ABLATED = {
     "by validation": "without training samples in the gate",
     "forgetful": "without the server's memory",
 }
+ABLATED_WITH_THREE = {name: ABLATED[name] for name in ("kin", "oracle", "by validation")}
 GIVEN = {
     "c=3": "PerFed-CKT c=3",
     "c=3, memory": "with the server's memory",
@@ -243,6 +244,7 @@ BLOCKS = {
     "kin-gate": lambda: gate("digits-three"),
     "kin-digits-three": lambda: comparison("digits-three"),
     "kin-minority-three": lambda: minority("digits-three"),
+    "kin-ablation-three": lambda: side_by_side("digits-three", ABLATED_WITH_THREE),
     "kin-cifar": lambda: comparison("cifar"),
     "kin-minority-cifar": lambda: minority("cifar"),
 }
