@@ -26,7 +26,7 @@ from perfed.core.algorithm import Algorithm, Client, Network, Private, Public
 from perfed.core.channel import Channel
 from perfed.core.errors import ConfigError, RunError
 from perfed.core.message import Message
-from perfed.core.tree import flatten
+from perfed.core.tree import Weights, flatten
 from perfed.engines import SequentialEngine
 from perfed.engines.stacked import StackedEngine
 from perfed.engines.stacked import engine as stacked_engine_module
@@ -40,7 +40,7 @@ from perfed.engines.stacked.recorded import (
     without_collection,
 )
 from perfed.engines.stacked.requests import objective_key
-from perfed.engines.stacked.stack import DICE, StackedModule, stack_tensors
+from perfed.engines.stacked.stack import DICE, StackedModule, StackedStep, stack_tensors
 from perfed.runs.simulation import Simulation
 from tests.conftest import MLP_50, SEQUENTIAL, STACKED, TINY, simulate, spec, tiny
 
@@ -347,6 +347,23 @@ def test_clients_that_memory_does_not_hold_take_turns(
     said = [record.getMessage() for record in caplog.records]
     assert said[-1] == "memory holds 2 clients of 'mlp' at a time: they take turns"
     assert len(said) == 2  # of six clients, then of three; it is remembered
+
+
+def test_memory_that_is_short_when_an_objective_is_tried_is_no_fault_of_the_objective(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    losses = StackedStep._losses
+
+    def short(self: StackedStep, models: dict[str, Weights], *rest: Any) -> Any:
+        if len(tree_flatten(models)[0][0]) > 2:
+            raise torch.OutOfMemoryError
+        return losses(self, models, *rest)
+
+    monkeypatch.setattr(StackedStep, "_losses", short)
+    simulation = simulate(STACKED, models=["mlp"], algorithm="fedavg", clients_per_round=6)
+    simulation.begin(Channel())
+    simulation.play_round(0, Channel())
+    assert "memory holds 2 clients of 'mlp' at a time: they take turns" in caplog.text
 
 
 def test_a_client_that_memory_does_not_hold_ends_the_run_in_a_line(

@@ -388,6 +388,8 @@ class StackedStep:
         try:
             if self._sample_clip is None:
                 self._losses(models, {}, inputs, seen)
+        except torch.OutOfMemoryError:  # of the stack, which then takes turns
+            raise
         except RuntimeError as error:
             reason = str(error).split("\n")[0]
             raise ConfigError(
