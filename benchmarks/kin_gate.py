@@ -74,12 +74,13 @@ def collect(family: str, setting: str, seed: int, path: Path) -> None:
     messages = simulation.evaluation_messages(last)
     (made,) = simulation.engine.perform([simulation.population.call("models", messages, last)])
     state, federation = simulation.progress.state, simulation.federation
+    plain = replace(what, shift=None).federation()
     kept = []
     for name, sent in state["bank"].items():
         client = int(name)
         module = simulation.population.modules[simulation.population.architectures[client]]
         said = {}
-        for part, x, y in samples(what, federation, client):
+        for part, x, y in samples(what, federation, plain, client):
             said[f"{part}_labels"] = torch.as_tensor(y)
             for model, weights in zip(MODELS, made[client].values(), strict=True):
                 tensors = weights.params | weights.buffers
@@ -104,14 +105,14 @@ def collect(family: str, setting: str, seed: int, path: Path) -> None:
 
 
 def samples(
-    what: Experiment, federation: Federation, client: int
+    what: Experiment, federation: Federation, plain: Federation, client: int
 ) -> Iterator[tuple[str, Tensor, np.ndarray]]:
-    """A client's own, and the validation samples of all others as it would see them."""
+    """A client's own, and the validation samples of all others as it would see them: they are taken
+    from the same federation without a shift."""
     split, held = federation.splits[client], federation.samples
     for part in PARTS[:2]:
         where = getattr(split, part)
         yield part, torch.as_tensor(held.x[where]), held.y[where]
-    plain = replace(what, shift=None).federation()
     others = [plain.splits[k].validation for k in range(plain.clients) if k != client]
     x, y = (of[np.concatenate(others)] for of in (plain.samples.x, plain.samples.y))
     if what.shift is not None:
