@@ -249,7 +249,7 @@ def test_fedmrl() -> None:
     # What is evaluated is the own head on the projected features of both.
     x = torch.tensor(world.data(1, "train")[0][:, :-1])
     client = working_client(world.simulation.population, 1, 3)
-    said = client.likelihoods(world.evaluated(1, 2)["personal"], "train")
+    said = client.likelihoods([world.evaluated(1, 2)["personal"]], "train")[0]
     both = torch.cat([features(last_small[1], x), features(own[1], x)], 1)
     z = log_probabilities(last(own[1], last(projector[1], both)))
     y = torch.tensor(world.data(1, "train")[1])
@@ -264,8 +264,8 @@ def test_a_projector_that_takes_the_own_features_alone_leaves_the_own_network() 
     through = {"1.weight": torch.eye(5, 9).roll(4, 1), "1.bias": torch.zeros(5)}
     small = client.initial("small")
     model = Spliced(client.weights, small, Weights(through, {}), ("small", "projector"))
-    alone = client.likelihoods(client.weights, "train")
-    torch.testing.assert_close(client.likelihoods(model, "train"), alone, rtol=0, atol=1e-12)
+    alone, spliced = client.likelihoods([client.weights, model], "train")
+    torch.testing.assert_close(spliced, alone, rtol=0, atol=1e-12)
 
 
 def test_without_the_coarse_loss_the_small_head_stays_and_its_features_are_trained() -> None:

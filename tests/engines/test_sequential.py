@@ -1,5 +1,6 @@
 """Randomness is addressed: what one client does never moves another's numbers."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -7,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from perfed.core.algorithm import supervised
+from perfed.core.algorithm import Adjusted, supervised
 from perfed.core.errors import ConfigError
 from perfed.core.message import Message
 from perfed.core.tree import OWN
-from perfed.engines.base import EngineClient, Sgd, mini_batches
+from perfed.engines.base import EngineClient, Request, Sgd, mini_batches
 from tests.conftest import simulate
 from tests.engines.clients import working_client
 
@@ -117,10 +118,38 @@ def test_no_steps_ask_for_nothing() -> None:
 @pytest.mark.parametrize("part", ["test", "unused", "trai"])
 def test_an_algorithm_cannot_look_at_what_its_clients_are_evaluated_on(part: str) -> None:
     client = working_client(simulate(algorithm="local").population, 0, 0)
-    for look, at in ((client.losses, [client.weights]), (client.likelihoods, client.weights)):
+    for look, at in ((client.losses, [client.weights]), (client.likelihoods, [client.weights])):
         assert look(at, "train").isfinite().all()
         with pytest.raises(ConfigError, match=f"'{part}' .* must be train or validation"):
             look(at, part)
+
+
+def test_models_of_the_same_weights_share_a_pass_over_the_samples() -> None:
+    client = working_client(simulate(algorithm="local").population, 0, 0)
+    asked: list[Request] = []
+    answer = client.ask
+
+    def count(requests: Sequence[Request]) -> list[Any]:
+        asked.extend(requests)
+        return answer(requests)
+
+    client.ask = count
+    nothing = torch.zeros(10)
+    models = [
+        client.weights,
+        *(Adjusted(client.weights, torch.tensor(b), nothing) for b in (1.0, 0.0)),
+    ]
+    plain, same, sure_of_nothing = client.likelihoods(models, "train")
+    assert len(asked) == 1
+    torch.testing.assert_close(plain, same, rtol=0, atol=0)
+    torch.testing.assert_close(sure_of_nothing, torch.full_like(plain, 0.1))
+    other = client.weights.clone()
+    for tensor in other.params.values():
+        tensor.zero_()
+    first, second = client.likelihoods([client.weights, other], "train")
+    assert len(asked) == 3
+    torch.testing.assert_close(first, plain, rtol=0, atol=0)
+    torch.testing.assert_close(second, sure_of_nothing)
 
 
 class HalfFrozen(nn.Sequential):

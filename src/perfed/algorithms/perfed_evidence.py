@@ -210,9 +210,9 @@ def labels_under_mix(
 def trial(client: Client, student: Weights, log_mix: Tensor, part: str) -> tuple[Tensor, int]:
     """How much the log-likelihood of a sample of a part gains by each choice of β and w, on
     average, and of how many samples."""
-    alone = client.likelihoods(client.weights, part)
     sharpened = [Adjusted(student, beta, log_mix) for beta in log_mix.new_tensor(SHARPNESS)]
-    taught = torch.stack([client.likelihoods(model, part) for model in sharpened])
+    alone, *sure = client.likelihoods([client.weights, *sharpened], part)
+    taught = torch.stack(sure)
     shares = log_mix.new_tensor(SHARES)[:, None]
     mixed = (1 - shares) * alone + shares * taught[:, None]  # (β, w, sample)
     return ((mixed + FLOOR).log() - (alone + FLOOR).log()).mean(2), len(alone)

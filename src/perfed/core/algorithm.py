@@ -213,9 +213,10 @@ class Client(Protocol):
     def losses(self, models: Sequence[Weights], part: str) -> Tensor:
         """Mean cross-entropy of each model on the client's ``train`` or ``validation`` data."""
 
-    def likelihoods(self, model: Predictor, part: str) -> Tensor:
-        """The probability that ``model`` gives to the label of each sample of the client's
-        ``train`` or ``validation`` data."""
+    def likelihoods(self, models: Sequence[Predictor], part: str) -> Tensor:
+        """The probability that each model gives to the label of each sample of the client's
+        ``train`` or ``validation`` data, (models, samples). Models of the same weights share a
+        pass over the samples."""
 
     def label_counts(self) -> Tensor:
         """How often each class occurs in the training data."""

@@ -8,7 +8,7 @@ makes a *call*, one method for several clients, wherever those live.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -405,10 +405,12 @@ class EngineClient:
         labels = self.population.y[where]
         return torch.stack([cross_entropy(logits, labels) for logits in said])
 
-    def likelihoods(self, model: Predictor, part: str) -> Tensor:
+    def likelihoods(self, models: Sequence[Predictor], part: str) -> Tensor:
         where = self._learnt_from(part)
-        probabilities = self.said(model, where).softmax(1)
-        return probabilities.gather(1, self.population.y[where][:, None])[:, 0]
+        outputs = _Outputs(self, where, len(where))
+        probabilities = torch.stack([model.logits(outputs) for model in models]).softmax(2)
+        labels = self.population.y[where].expand(len(models), -1)
+        return probabilities.gather(2, labels[..., None])[..., 0]
 
     def said(self, model: Predictor, where: Tensor) -> Tensor:
         """The logits of ``model`` for the population's samples at ``where``."""
@@ -532,17 +534,21 @@ class EngineClient:
 
 @dataclass(frozen=True)
 class _Outputs:
-    """What networks say about samples of one client, for a model that is evaluated."""
+    """What networks say about samples of one client, for models that are evaluated."""
 
     client: EngineClient
     where: Tensor
     count: int
+    _answers: dict[Hashable, tuple[Weights, Tensor]] = field(default_factory=dict)
+    """What each network has said, and the network, so that no other one gets its id."""
 
     def __call__(self, weights: Weights, what: What = "logits", network: str = OWN) -> Tensor:
-        self.client.population.check_weights(self.client.label(network), weights)
-        rows: Tensor
-        (rows,) = self.client.ask([Forward(self.client, weights, self.where, what, network)])
-        return rows
+        asked = (id(weights), what, network)
+        if asked not in self._answers:
+            self.client.population.check_weights(self.client.label(network), weights)
+            request = Forward(self.client, weights, self.where, what, network)
+            self._answers[asked] = weights, self.client.ask([request])[0]
+        return self._answers[asked][1]
 
     def on(self, features: Tensor, weights: Weights, network: str = OWN) -> Tensor:
         population, label = self.client.population, self.client.label(network)

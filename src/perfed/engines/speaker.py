@@ -87,7 +87,7 @@ class Speaker(EngineClient):
     def class_sums(self, rows: Tensor, on: str = "train") -> NoReturn:
         raise self._refusal(f"sums over {on} samples")
 
-    def likelihoods(self, model: Predictor, part: str) -> NoReturn:
+    def likelihoods(self, models: Sequence[Predictor], part: str) -> NoReturn:
         raise self._refusal(f"looks at {part} samples")
 
     def losses(self, models: Sequence[Weights], part: str) -> NoReturn:

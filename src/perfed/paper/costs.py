@@ -93,8 +93,8 @@ class DryClient:
     def losses(self, models: Sequence[Weights], part: str) -> Tensor:
         return torch.zeros(len(models))
 
-    def likelihoods(self, model: Predictor, part: str) -> Tensor:
-        return torch.ones(1)
+    def likelihoods(self, models: Sequence[Predictor], part: str) -> Tensor:
+        return torch.ones(len(models), 1)
 
     def label_counts(self) -> Tensor:
         return torch.ones(CLASSES)
