@@ -46,6 +46,7 @@ GIVEN = {
     "c=3, kin": "with kin for c-means",
     "kin": "PerFed-Kin",
 }
+CLUSTERS = {f"c={number}": f"c={number}" for number in (1, 2, 3, 4)} | {"kin": "PerFed-Kin"}
 GATES = {
     "trusting": "what others gained counts for all",
     "by validation": "and against strangers",
@@ -238,6 +239,7 @@ BLOCKS = {
     "kin-digits": lambda: comparison("digits"),
     "kin-minority": lambda: minority("digits"),
     "kin-ablation": lambda: side_by_side("digits", ABLATED),
+    "kin-clusters": lambda: side_by_side("digits", CLUSTERS),
     "kin-ckt": lambda: side_by_side("digits", GIVEN),
     "kin-own-tests": own_tests,
     "kin-repaired": repaired,
