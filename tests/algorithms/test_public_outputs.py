@@ -30,10 +30,11 @@ from perfed.core.channel import Channel
 from perfed.core.declaration import Known, lines
 from perfed.core.errors import ConfigError, Refused
 from perfed.core.message import Message
+from perfed.core.network import Network
 from perfed.core.schema import option
 from perfed.core.streams import stream_key, uniform_indices
 from perfed.core.tensorfile import encode
-from perfed.core.tree import Tree
+from perfed.core.tree import Tree, Weights
 from perfed.core.wire import At, Stage
 from perfed.runs.simulation import Simulation
 from tests.algorithms.test_limits import LOCAL, after, assert_equal, models
@@ -387,6 +388,20 @@ def test_batchnorm_follows_private_steps_on_public_samples(name: str) -> None:
     simulation = after(1, options, models={"architectures": [{"name": "cnn", "batchnorm": True}]})
     for record in simulation.population.records.values():
         assert int(record.weights.public_buffers["1.num_batches_tracked"]) >= 2
+
+
+def test_what_is_only_observed_has_no_way_back() -> None:
+    """A gradient of nothing takes twice as long as what it is of."""
+    module = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2))
+    found: list[bool] = []
+    module[1].register_forward_hook(lambda _, given, out: found.append(out.requires_grad))
+    params = dict(module.named_parameters())
+    own, public = ({n: b.clone() for n, b in module.named_buffers()} for _ in range(2))
+    x = torch.arange(12.0).view(4, 3)
+    Network(module, Weights(params, own, public), "separate").observe(x)
+    assert found == [False]
+    torch.testing.assert_close(public["0.running_mean"], 0.1 * x.mean(0))
+    assert not own["0.running_mean"].any()
 
 
 @pytest.mark.parametrize("name", NAMES)

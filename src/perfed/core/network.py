@@ -164,7 +164,8 @@ class Network:
     def observe(self, x: Tensor) -> None:
         """Move BatchNorm's statistics of public samples, where there are any."""
         if self._weights.public_buffers:
-            self.public(x)
+            with torch.no_grad():  # nothing is learnt from them
+                self._outputs(x, self._public_statistics(), "logits")
 
     def _public_statistics(self) -> dict[str, Tensor]:
         """The buffers that public samples use, and move."""
