@@ -148,7 +148,7 @@ class Experiment(Options):
         False,
         "evaluate each client on the test samples of all clients, as many as there are with the "
         "client's mix of labels: nobody trains on them, and with few of its own a client's "
-        "accuracy is mostly chance",
+        "accuracy is mostly chance; an evaluation takes longer, the more clients there are",
     )
     fresh_mix: Literal["test", "held"] = option(
         "test",

@@ -13,7 +13,7 @@ import torch
 import perfed
 from perfed.core.channel import Channel
 from perfed.core.declaration import Known
-from perfed.core.errors import ConfigError
+from perfed.core.errors import ConfigError, RunError
 from perfed.core.hostile import Attack, Attacker, attacks
 from perfed.core.message import Message
 from perfed.core.tree import Weights, flatten
@@ -159,6 +159,17 @@ def test_silent_clients_are_as_if_they_were_not_there() -> None:
     simulation.merge = lambda r, m: (heard.extend(m), merge(r, m))  # type: ignore[method-assign,func-returns-value]
     simulation.play_round(0, Channel())
     assert heard == np.flatnonzero(~simulation.federation.partition_facts["hostile"]).tolist()
+
+
+@pytest.mark.parametrize("algorithm", [{"name": "perfed-ckt", "clusters": 1}, "perfed-evidence"])
+def test_where_nobody_says_anything_first_the_run_ends_in_one_line(algorithm: Any) -> None:
+    silent = {"hostile": {"name": "silent"} | HALF, "clients_per_round": 1}
+    tried = (simulate(algorithm=algorithm, seed=seed, **silent) for seed in range(20))
+    simulation = next(s for s in tried if s.federation.partition_facts["hostile"][s.select(-1)[0]])
+    with pytest.raises(
+        RunError, match=r"no first message is admitted; client \d+: it says nothing"
+    ):
+        simulation.begin(Channel())
 
 
 def test_means_are_of_honest_clients_and_all_are_written_down(tmp_path: Path) -> None:

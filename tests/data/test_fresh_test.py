@@ -120,9 +120,45 @@ def test_with_shared_test_samples_training_is_the_same_and_one_sample_weighs_les
         pairs = zip(own.model(k).parameters(), shared.model(k).parameters(), strict=True)
         assert all(torch.equal(one, other) for one, other in pairs)
     assert (shared.per_client()["test_size"] > own.per_client()["test_size"]).all()
+    # A sample of the pool judges several clients. Whoever holds more still counts for more.
+    frame = shared.per_client()
+    accuracy = frame[frame["round"] == frame["round"].max()]["test_accuracy"]
+    held = shared.directory.read_json("partition.json")["sizes"]
+    weighted = shared.summary["models"]["personal"]["last"]["test_accuracy_weighted"]
+    assert weighted == pytest.approx(np.average(accuracy, weights=held))
     recorded = shared.directory.read_json("partition.json")["clients"]
     trained_on = {i for c in recorded for part in ("train", "validation") for i in c[part]}
     assert not trained_on & {i for c in recorded for i in c["test"]}
+
+
+def test_it_is_said_where_all_test_samples_are_poor_judges(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("perfed.data.federation.say_once", said.append)
+    y = np.array([0] * 20 + [1] * 2 + [2])
+    x = np.arange(len(y), dtype=np.float32)[:, None]
+    none = np.zeros(0, dtype=np.int64)
+    samples = Samples(x, y, np.arange(len(y)), x[:1], none, 3)
+    # One client has all there is to test: 9 of label 0 and one of label 1. It holds two of that,
+    # and the only sample of label 2.
+    test, train = np.r_[0:9, 20], np.r_[9:20, 21, 22]
+    alone = [ClientSplit(train, none, test, none)]
+    _, (judged,) = jointly_tested(samples, alone, "test", 0)
+    assert len(judged.test) == 10
+    assert not said
+    jointly_tested(samples, alone, "held", 0)
+    assert said[0].startswith("no client has a test sample of label 2: ")
+    rare = [ClientSplit(np.r_[9:20, 22], none, np.r_[0:9, 20, 21], none)]
+    jointly_tested(replace_labels(samples, {19: 1, 18: 1, 17: 1, 16: 1}), rare, "held", 0)
+    assert said[-1].startswith("with shared_test 1 of 1 clients are evaluated on fewer samples")
+
+
+def replace_labels(samples: Samples, labels: dict[int, int]) -> Samples:
+    y = samples.y.copy()
+    for place, label in labels.items():
+        y[place] = label
+    return dataclasses.replace(samples, y=y)
 
 
 def test_fresh_and_shared_exclude_each_other() -> None:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 import perfed
 from perfed.core.errors import ConfigError
 from perfed.core.pixels import scaled
-from perfed.data import Federation, shifts
+from perfed.data import Federation, Split, build_federation, partitions, shifts
+from perfed.data.datasets import Dataset, Samples, hold_out_public
 from tests.cli.test_cli import refusal
 from tests.conftest import RAY, SEQUENTIAL, STACKED, tiny
 from tests.runs.test_resume import StopAfter
@@ -397,3 +398,35 @@ def test_the_datasets_own_arrays_stay_as_they_are() -> None:
     assert np.array_equal(samples.x, kept.x)
     assert np.array_equal(samples.y, kept.y)
     assert np.array_equal(samples.public_x, kept.public_x)
+
+
+@dataclasses.dataclass(frozen=True)
+class Counts(Dataset):
+    """Whole numbers that are no pixels."""
+
+    def load(self, seed: int) -> Samples:
+        random = np.random.default_rng(seed)
+        x = random.integers(0, 256, (400, 1, 8, 8)).astype(np.uint8)
+        return hold_out_public(x, random.integers(0, 4, 400), 40, seed)
+
+
+@pytest.mark.parametrize("public", [False, True])
+def test_noise_on_whole_numbers_neither_wraps_round_nor_is_cut_off(public: bool) -> None:
+    """As bytes, 250 + 20 would be 14."""
+    shift = shifts.build({"name": "noise", "groups": [1, 1], "deviation": 20.0, "public": public})
+    plain, noisy = (
+        build_federation(Counts(), partitions.build("iid"), Split(), 4, 0, shift=given)
+        for given in (None, shift)
+    )
+    changed = np.concatenate(
+        [
+            everything(noisy, client)[0] - everything(plain, client)[0].astype(np.float32)
+            for client in np.flatnonzero(noisy.groups)
+        ]
+    )
+    assert 19 < changed.std() < 21
+    assert np.abs(changed).max() < 120
+    if public:
+        moved = noisy.samples.public_x - plain.samples.public_x.astype(np.float32)
+        assert np.abs(moved).max() < 120
+        assert (moved % 1 > 0).any()

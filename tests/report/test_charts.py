@@ -191,6 +191,25 @@ def test_a_silent_method_alone_has_no_communication_chart(tmp_path: Path) -> Non
     assert names == ["accuracy", "distribution", "labels", "time"]
 
 
+def test_rounds_in_which_nothing_has_crossed_yet_are_not_on_a_scale_of_logarithms(
+    tmp_path: Path,
+) -> None:
+    quiet = {"name": "silent", "share": 0.5}  # and the first that is selected is one of them
+    method = {"algorithm": "perfed-kin", "clients_per_round": 1, "hostile": quiet}
+    for seed in range(20):
+        result = perfed.run(tiny(rounds=6, seed=seed, **method), tmp_path / str(seed))
+        frame = result.per_round()
+        sent = frame["total_up_parameters"] + frame["total_down_parameters"]
+        if sent.iloc[0] == 0 < sent.iloc[-1]:
+            break
+    else:
+        pytest.fail("in no run the first round was silent")
+    charts = {chart.name: chart for chart in page.draw([result.path]).charts}
+    (texts,) = charts["communication"].tips.values()
+    assert len(texts) == (sent > 0).sum() < 6
+    assert "communication" in result.report().read_text()
+
+
 def test_classes_and_clients_go_by_the_names_the_data_gives_them(tmp_path: Path) -> None:
     rows = [f"{n},{'cat' if n % 2 else 'dog'},{'north' if n < 30 else 'south'}" for n in range(60)]
     (tmp_path / "own.csv").write_text("\n".join(["x,kind,site", *rows]))

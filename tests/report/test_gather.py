@@ -95,6 +95,24 @@ def test_a_method_is_compared_with_local_training_of_the_same_clients(tmp_path: 
     assert gather.alone(curves[4], curves) is None
 
 
+def test_a_mix_of_labels_that_nobody_asks_for_sets_no_runs_apart(tmp_path: Path) -> None:
+    runs = {
+        "one": tiny(algorithm="local", rounds=1),
+        "other": tiny(rounds=1, fresh_mix="held"),
+        "third": tiny(rounds=1, shared_test=True),
+        "fourth": tiny(rounds=1, shared_test=True, fresh_mix="held"),
+    }
+    for name, experiment in runs.items():
+        perfed.run(experiment, tmp_path / name)
+
+    def alike(*names: str) -> bool:
+        return gather.same_data(gather.series(gather.read([tmp_path / name for name in names])))
+
+    assert alike("one", "other")
+    assert not alike("one", "third")
+    assert not alike("third", "fourth")
+
+
 def test_of_two_ways_to_train_alone_the_page_takes_that_of_the_table(tmp_path: Path) -> None:
     drawn = {"name": "local", "participation": "selected"}
     experiments = [tiny(rounds=1, algorithm=a, seed=1) for a in ("local", drawn, "fedavg")]

@@ -255,19 +255,20 @@ def size_group_name(low: int, high: int | None) -> str:
 
 
 def summarize(
-    columns: Columns, train_sizes: np.ndarray, test_sizes: np.ndarray, selected: np.ndarray
+    columns: Columns, train_sizes: np.ndarray, weights: np.ndarray, selected: np.ndarray
 ) -> dict[str, Any]:
     """The averages of one model kind in one round.
 
     Each column under its own name is the mean over all clients. Test accuracy has more:
-    ``selected`` is the mean over clients that trained at least once, ``weighted`` by test samples
-    (so it is the accuracy over all test data), ``worst_decile`` over the tenth of the clients with
-    the lowest accuracy, ``by_train_size`` by group of training-set size.
+    ``selected`` is the mean over clients that trained at least once, ``weighted`` by the clients'
+    own test samples (so it is the accuracy over all test data) or, where they are evaluated on
+    others, by the samples they hold, ``worst_decile`` over the tenth of the clients with the lowest
+    accuracy, ``by_train_size`` by group of training-set size.
     """
     accuracy = columns["test_accuracy"]
     return {name: _mean(columns[name]) for name in column_metrics() if name in columns} | {
         "test_accuracy_selected": _mean(accuracy[selected]),
-        "test_accuracy_weighted": float(np.average(accuracy, weights=test_sizes)),
+        "test_accuracy_weighted": float(np.average(accuracy, weights=weights)),
         "test_accuracy_worst_decile": _mean(np.sort(accuracy)[: max(1, len(accuracy) // 10)]),
         "test_accuracy_by_train_size": {
             size_group_name(low, high): _mean(accuracy[inside])

@@ -424,10 +424,28 @@ def jointly_tested(
     )
     by_label = [pool[samples.y[pool] == label] for label in range(samples.classes)]
     there = np.array([len(of) for of in by_label])
-    wanted = np.array([_largest_quota(_label_mix(samples, s, mix), there) for s in splits])
+    mixes = np.array([_label_mix(samples, split, mix) for split in splits])
+    wanted = np.array([_largest_quota(shares, there) for shares in mixes])
+    _tell_of_poor_judges(mixes, there, wanted.sum(1) < [len(split.test) for split in splits])
     used = [of[:needed] for of, needed in zip(by_label, wanted.max(axis=0), strict=True)]
     everything = np.concatenate([np.arange(len(samples.y)), *used])
     return taken(samples, everything), _tested_on(len(samples.y), wanted, splits)
+
+
+def _tell_of_poor_judges(mixes: np.ndarray, there: np.ndarray, fewer: np.ndarray) -> None:
+    missing = np.flatnonzero(mixes.any(axis=0) & (there == 0))
+    if missing.size:
+        some = ", ".join(map(str, missing[:5])) + (", …" if missing.size > 5 else "")
+        say_once(
+            f"no client has a test sample of label {some}: with shared_test nobody is evaluated on "
+            "it, though some clients hold it"
+        )
+    if fewer.any():
+        say_once(
+            f"with shared_test {fewer.sum()} of {len(fewer)} clients are evaluated on fewer "
+            "samples than their own test samples: one label is so rare that with their mix of "
+            "labels there are no more"
+        )
 
 
 def _tested_on(end: int, wanted: np.ndarray, splits: Sequence[ClientSplit]) -> list[ClientSplit]:

@@ -244,7 +244,10 @@ class Shifting:
 
     def given(self, samples: Samples, x: np.ndarray) -> np.ndarray:
         """Some of ``samples`` as the shift takes them."""
-        return x if self.shift.takes_bytes() else samples.numbers(x)
+        if self.shift.takes_bytes() or samples.tokens is not None:
+            return x
+        x = samples.numbers(x)
+        return x if np.issubdtype(x.dtype, np.floating) else x.astype(np.float32)
 
     def public(self, samples: Samples) -> np.ndarray:
         """The public set."""

@@ -128,11 +128,11 @@ def accuracy_by_communication(curves: Sequence[Series]) -> Chart | None:
     figure, axes = theme.canvas(3.1, legend=_legend_rows(curves, columns))
     chart = Chart("communication", "Accuracy against communication", figure)
     for curve in curves:
-        rounds = curve.rounds
+        rounds = _paid(curve)
         middle = np.array([100 * curve.mean(round) for round in rounds])
         if curve not in talking:
             axes.axhline(
-                middle[-1],
+                100 * curve.mean(curve.rounds[-1]),
                 color=theme.colour(curve.number),
                 ls=(0, (1, 2)),
                 lw=1.4,
@@ -166,11 +166,17 @@ def accuracy_by_communication(curves: Sequence[Series]) -> Chart | None:
     return chart
 
 
+def _paid(curve: Series) -> list[int]:
+    """The rounds until which something was sent: a scale of logarithms has no zero. Nothing was
+    where all who were selected first have dropped out."""
+    return [round for round in curve.rounds if curve.cost(round) > 0]
+
+
 def _price(talking: Sequence[Series]) -> str:
     """What methods on the same data pay for the accuracy that all of them reach."""
-    goal = min(max(map(curve.mean, curve.rounds)) for curve in talking)
+    goal = min(max(map(curve.mean, _paid(curve))) for curve in talking)
     paid = {
-        curve.label: curve.cost(next(r for r in curve.rounds if curve.mean(r) >= goal))
+        curve.label: curve.cost(next(r for r in _paid(curve) if curve.mean(r) >= goal))
         for curve in talking
     }
     cheapest = sorted(paid, key=lambda label: paid[label])

@@ -69,7 +69,10 @@ class Run:
     @property
     def clients_setting(self) -> dict[str, Any]:
         """What says who the clients are, what they have, and what they are evaluated on."""
-        return {key: self.setting[key] for key in CLIENTS}
+        found = {key: self.setting[key] for key in CLIENTS}
+        if not (found["fresh_test"] or found["shared_test"]):
+            del found["fresh_mix"]  # nobody asked for it
+        return found
 
     @cached_property
     def lines(self) -> list[dict[str, Any]]:

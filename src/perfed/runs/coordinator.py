@@ -468,14 +468,12 @@ class Coordinator(ABC):
 def summaries(
     columns: Mapping[str, Columns],
     train_sizes: np.ndarray,
-    test_sizes: np.ndarray,
+    weights: np.ndarray,
     trained: Sequence[int] | np.ndarray,
 ) -> dict[str, Any]:
     """A round's averages by model kind; ``trained`` is in how many rounds each client was."""
     selected = np.array(trained) > 0
-    return {
-        k: summarize(column, train_sizes, test_sizes, selected) for k, column in columns.items()
-    }
+    return {k: summarize(column, train_sizes, weights, selected) for k, column in columns.items()}
 
 
 def difference(after: Traffic, before: Traffic) -> dict[str, int]:

@@ -223,8 +223,9 @@ class Simulation(Coordinator):
         (outcomes,) = yield [self.population.call("first_message", nothing, -1)]
         self._begin_round()
         admitted = self._admitted(-1, self._sent(-1, outcomes), channel)
-        if self.refused and not admitted:
-            client, reason = next(iter(self.refused.items()))
+        if not admitted:
+            silent = (clients[0], "it says nothing, nor does any other that was selected first")
+            client, reason = next(iter(self.refused.items()), silent)
             raise RunError(f"no first message is admitted; client {client}: {reason}")
         self.merge(-1, admitted)
         traffic = vars(channel.total).copy()
@@ -284,14 +285,21 @@ class Simulation(Coordinator):
                 column["epsilon"] = spent
         directory.append("clients.jsonl", {"round": round, **lists})
         train_sizes = self.federation.train_sizes[self.evaluated]
-        test_sizes = self.federation.test_sizes[self.evaluated]
+        weights = self._held_to_test()[self.evaluated]
         trained = np.array([self.progress.trained.get(client, 0) for client in self.evaluated])
         honest = honest_ones(self.federation.partition_facts, self.clients)[self.evaluated]
         of_honest = {
             kind: {name: values[honest] for name, values in column.items()}
             for kind, column in columns.items()
         }
-        return summaries(of_honest, train_sizes[honest], test_sizes[honest], trained[honest])
+        return summaries(of_honest, train_sizes[honest], weights[honest], trained[honest])
+
+    def _held_to_test(self) -> np.ndarray:
+        """How many samples each client has that its model is for: its test samples, or all it holds
+        where it is evaluated on samples that are not its own."""
+        if self.experiment.fresh_test or self.experiment.shared_test:
+            return np.asarray(self.federation.partition_facts["sizes"])
+        return self.federation.test_sizes
 
     def _save_models(self, directory: RunDirectory) -> Steps[None]:
         """The final model of every client that is evaluated; what several share is written once."""

@@ -163,7 +163,7 @@ def _card_text(model: Ready, card: dict[str, str], names: list[str]) -> str:
             f"- gives: probabilities of {len(names)} classes: {few}",
             "",
             "It was trained for one client of a federation. On data unlike this client's it may be",
-            "wrong, and still be sure. The accuracy above is of the client's own test samples.",
+            "wrong, and still be sure. The accuracy above is of samples like the client's own.",
         ]
     )
 

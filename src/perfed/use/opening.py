@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from perfed.config import Experiment
 from perfed.core import tensorfile
 from perfed.core.errors import ConfigError, PerfedError, RunError
 from perfed.core.extras import needed
@@ -128,12 +129,20 @@ def _of_run(path: Path, client: int | None, kind: str | None) -> Ready:
         "client": str(client),
         "model": kind,
         "rounds": str(result.experiment.rounds),
-        "test accuracy": f"{100 * accuracy:.1f} %, on this client's own test samples",
+        "test accuracy": f"{100 * accuracy:.1f} %, on {_judges(result.experiment)}",
     }
     needs = result.needs()
     if kind == "personal" and (unseen := _unseen(result, client)):
         card[UNSEEN] = ", ".join(needs.name(label) for label in unseen)
     return of_module(module, needs, card)
+
+
+def _judges(experiment: Experiment) -> str:
+    if experiment.fresh_test:
+        return "fresh samples with this client's mix of labels"
+    if experiment.shared_test:
+        return "test samples of all clients, with this client's mix of labels"
+    return "this client's own test samples"
 
 
 def _unseen(result: Result, client: int) -> list[int]:
