@@ -246,6 +246,7 @@ BLOCKS = {
     "kin-gate": lambda: gate("digits-three"),
     "kin-digits-three": lambda: comparison("digits-three"),
     "kin-minority-three": lambda: minority("digits-three"),
+    "kin-clusters-three": lambda: side_by_side("digits-three", CLUSTERS),
     "kin-ablation-three": lambda: side_by_side("digits-three", ABLATED_WITH_THREE),
     "kin-cifar": lambda: comparison("cifar"),
     "kin-minority-cifar": lambda: minority("cifar"),
