@@ -96,6 +96,24 @@ def test_a_site_learns_once(tmp_path: Path) -> None:
     assert events == ["approved", "told", "told"]  # nothing has left
 
 
+def test_a_site_is_told_of_the_models_it_has(tmp_path: Path) -> None:
+    folder = federation(tmp_path / "f")
+    given = handout(folder)
+
+    def told(file: str, rounds: int) -> list[str]:
+        said: list[str] = []
+        learn(Site.open(folder / file, said.append), given, rounds)
+        return [line for line in said if "this site" in line]
+
+    assert told("later.yaml", 2) == []
+    (line,) = told("later.yaml", 1)
+    assert line == "this site has learned for 2 rounds already: nothing more is trained"
+    assert told("later.yaml", 3) == []
+    (line,) = told("site-0.yaml", 1)  # it took part
+    assert line.startswith("this site took part in the run: its model of then stays in ")
+    assert f"{given.header.run}/personal.safetensors, and is not used" in line
+
+
 @pytest.mark.parametrize("name", sorted(perfed.algorithms))
 def test_every_algorithm_has_something_for_a_newcomer(name: str, tmp_path: Path) -> None:
     folder = federation(tmp_path / "f", algorithm=spec(name), rounds=1)

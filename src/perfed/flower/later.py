@@ -28,7 +28,7 @@ from perfed.flower.protocol import (
     check_same_public_set,
     one_line,
 )
-from perfed.flower.site import Site
+from perfed.flower.site import PERSONAL, Site
 
 LEARN = "learn"  # in the ledger
 SUFFIX = "+later"  # of the folder at the site: it may have been there earlier
@@ -123,8 +123,21 @@ def learn(site: Site, given: Handout, rounds: int | None) -> None:
         site.ledger.add(TOLD, kind=LEARN, run=run, round=rounds - 1, why=why)
         site.write_plan(Envelope(Header(ROUND, run, -1, site.public)), widened)
         plan = dataclasses.replace(widened, wire=())  # a handout is not coded
+        _tell_what_there_is(site, given.header.run, rounds)
         for round in range(rounds):
             site.train_round(Envelope(Header(ROUND, run, round, site.public), given.down), plan)
         if plan.algorithm.evaluated_with_server:  # else each round was evaluated
             header = Header(EVALUATE, run, rounds - 1, site.public)
             site.evaluate_round(Envelope(header, given.evaluation), plan)
+
+
+def _tell_what_there_is(site: Site, run: str, rounds: int) -> None:
+    """Of models that this site has already: another one would be used from now on, or none made."""
+    done = site.rounds_done(Envelope(Header(ROUND, run + SUFFIX, 0, site.public)))
+    if done >= rounds:
+        site.say(f"this site has learned for {done} rounds already: nothing more is trained")
+    elif (there := site.state / run / PERSONAL).is_file():
+        site.say(
+            f"this site took part in the run: its model of then stays in {there}, and is not used "
+            "from now on, because the new one is newer"
+        )

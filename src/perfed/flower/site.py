@@ -356,6 +356,10 @@ class Site:
         assert self.options.privacy is not None
         return Purse.open(self.state, self.options.privacy, len(self.split.train))
 
+    def rounds_done(self, task: Envelope) -> int:
+        """Of the run that a task is of."""
+        return self._checkpoint(task).round + 1
+
     def train_round(self, task: Envelope, plan: Plan) -> None:
         """One round, unless it is done; nobody waits for the answer, and it is not kept."""
         before = self._checkpoint(task)
