@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -40,6 +41,13 @@ class Harm(NamedTuple):
     """Mean points above local training, of the tenth of them that fares worst by this."""
     ended: int
     """Runs that ended because numbers were not finite any more."""
+    by_seed: tuple[float, ...]
+    """The mean change in each seed."""
+
+    @property
+    def error(self) -> float:
+        """The standard error of the change, over seeds."""
+        return statistics.stdev(self.by_seed) / len(self.by_seed) ** 0.5
 
 
 def newest() -> Any:
@@ -55,21 +63,23 @@ def rows_of(record: Mapping[str, Any]) -> Rows:
 
 def harm(record: Mapping[str, Any], rows: Rows, row: Mapping[str, Any]) -> Harm:
     reference = rows[row["setting"], row["method"], "", 0.0, "none"]["clients"]
-    changes, gains, ended = [], [], 0
+    changes: list[list[float]] = []
+    gains, ended = [], 0
     for number, reached in enumerate(row["clients"]):
         local = record["local"][row["setting"]][number]
         hostile = record["hostile"][f"{row['share']:g}"][number] if row["attack"] else []
         if reached is None:  # nobody has a model then
             reached, ended = [0] * len(local), ended + 1
-        for client in set(range(len(local))) - set(hostile):
-            changes.append(reached[client] - reference[number][client])
-            gains.append(reached[client] - local[client])
+        honest = sorted(set(range(len(local))) - set(hostile))
+        changes.append([reached[client] - reference[number][client] for client in honest])
+        gains += [reached[client] - local[client] for client in honest]
     lowest = sorted(gains)[: max(1, len(gains) // 10)]
     return Harm(
-        statistics.mean(changes) / 100,
+        statistics.mean(itertools.chain(*changes)) / 100,
         100 * statistics.mean(gain < -HARMED for gain in gains),
         statistics.mean(lowest) / 100,
         ended,
+        tuple(statistics.mean(of_seed) / 100 for of_seed in changes),
     )
 
 
@@ -103,7 +113,7 @@ def at_share(share: float = 0.3) -> str:
                 table.append(
                     [
                         title if stages == "none" else "– with `robust`",
-                        f"{mean.change:+.1f}",
+                        f"{mean.change:+.1f} ± {mean.error:.1f}",
                         f"{mean.harmed:.0f} %",
                         f"{mean.worst_tenth:+.1f}",
                         worst,
@@ -120,10 +130,11 @@ def at_share(share: float = 0.3) -> str:
     note = (
         f"{100 * share:.0f} % of 20 clients are hostile. Means over attacks, seeds "
         f"{record['seeds']} and honest clients. Change: points against the same run without "
-        "hostile clients and without stages. Harmed: more than 2 points below the client's local "
-        "model. Worst tenth: points against local training. If they were silent: the change "
-        "without stages where hostile clients send nothing; the last column is what their lies "
-        "cost beyond that. A run that ended counts as 0 % "
+        "hostile clients and without stages, ± standard error over seeds. Harmed: more than 2 "
+        "points below the client's local model. Worst tenth: points against local training. If "
+        "they were silent: the change without stages where hostile clients send nothing; the last "
+        "column is what their lies cost beyond that. Each client is evaluated on the test samples "
+        "of all, with its own mix of labels. A run that ended counts as 0 % "
         f"{_machine(record)}."
     )
     return layout.markdown([Table("", header, table, note)])
@@ -249,9 +260,10 @@ def figure() -> Figure:
 def _mean(harms: Iterable[Harm]) -> Harm:
     few = list(harms)
     if not few:
-        return Harm(0.0, 0.0, 0.0, 0)
+        return Harm(0.0, 0.0, 0.0, 0, ())
     change, harmed, worst = (statistics.mean(one[place] for one in few) for place in range(3))
-    return Harm(change, harmed, worst, sum(one.ended for one in few))
+    by_seed = tuple(map(statistics.mean, zip(*(one.by_seed for one in few), strict=True)))
+    return Harm(change, harmed, worst, sum(one.ended for one in few), by_seed)
 
 
 def _machine(record: Mapping[str, Any]) -> str:
