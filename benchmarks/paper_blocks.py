@@ -213,11 +213,15 @@ def other_readings() -> str:
         _reading_row(name, {m: readings.found(records, number, m) for m in readings.METHODS}, best)
         for number, name in enumerate(readings.READINGS)
     ]
+    after = readings.found_after()
+    for name in (readings.BEST_ROUNDS, readings.TRAINING_MODE):
+        values = [[one[name] for one in after[method]] for method in readings.METHODS]
+        table.append([name, *(spread(some) if some else "not run" for some in values)])
     labels = [row.label for row in _paper_rows().values()]
     seeds = ", ".join(map(str, readings.SEEDS))
     note = (
         f"Best test round of {readings.ROUNDS}, which is what the paper reports, mean over all "
-        f"clients, seeds {seeds}"
+        f"clients, where nothing else is said; seeds {seeds}"
     )
     note += f" {machine(latest(records))}." if records else "."
     return layout.markdown([Table("", ("reading", *labels), [*table, _papers_row()], note)])

@@ -1,27 +1,36 @@
 """Is there a reading of the paper under which its numbers come out?
 
     python benchmarks/readings.py --precision bf16 --seconds 600      (a GPU: a minute a reading)
+    python benchmarks/readings.py --after --precision bf16            (a GPU: some minutes)
     python benchmarks/readings.py --quick                             (digits: a minute on a CPU)
 
 The paper says 64.0 for local training, 70.7 for PerFed-CKT with one cluster and 74.3 with three.
 Its text leaves open how clients are selected, what the mean is over, which VGG11 it is, and more.
 Each reading that it allows is run with these three methods, for fewer rounds than the paper has. It
-goes on where it was stopped. ``python benchmarks/render.py`` makes the table of
-docs/reproduction.md.
+goes on where it was stopped. ``--after`` looks at runs once more when they are over: what clients'
+best rounds would give, and BatchNorm with the statistics of what it sees. ``python
+benchmarks/render.py`` makes the table of docs/reproduction.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from committed import RESULTS
+from torch import nn
 
+import perfed
 from perfed.cli.display import conducting
 from perfed.config import Experiment
 from perfed.core.schema import from_mapping
+from perfed.data import Federation
 from perfed.engines import Execution
 from perfed.paper.published import WEIGHT
 from perfed.paper.tables import TableRun, table_run, with_options
@@ -95,6 +104,68 @@ def study(folder: Path = FOLDER, quick: bool = False) -> Study:
     )
 
 
+LAST_ROUND = "last round"
+BEST_ROUND = "best test round of the mean"
+BEST_ROUNDS = "best test round of each client by itself"
+TRAINING_MODE = "last round, BatchNorm in training mode"
+AFTER = (LAST_ROUND, BEST_ROUND, BEST_ROUNDS, TRAINING_MODE)
+
+
+def looked_at_after(folder: Path, quick: bool, how: Execution) -> None:
+    """What else the runs of the first reading say, evaluated in every round, with their models."""
+    run, path = chosen(quick), folder / "after.json"
+    found = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    for method in METHODS:
+        for seed in run.seeds:
+            if f"{method}-seed{seed}" in found:
+                continue
+            plain = run.experiment(run.methods[method], run.fractions[0], seed)
+            experiment = dataclasses.replace(plain, evaluate_every=1)
+            result = perfed.run(experiment, folder / "after" / f"{method}-seed{seed}", how=how)
+            means = result.summary["models"]["personal"]
+            found[f"{method}-seed{seed}"] = {
+                LAST_ROUND: means["last"]["test_accuracy"],
+                BEST_ROUND: means["best_test"]["test_accuracy"],
+                BEST_ROUNDS: best_rounds(result),
+                TRAINING_MODE: in_training_mode(result, experiment.federation()),
+                "environment": result.directory.read_json("environment.json"),
+            }
+            path.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+            print(f"{method}, seed {seed}: {found[f'{method}-seed{seed}']}", flush=True)
+
+
+def found_after() -> dict[str, list[dict[str, Any]]]:
+    """By method, what there is of each seed."""
+    path = FOLDER / "after.json"
+    found = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    names = {method: [f"{method}-seed{seed}" for seed in SEEDS] for method in METHODS}
+    return {method: [found[n] for n in of if n in found] for method, of in names.items()}
+
+
+def best_rounds(result: perfed.Result) -> float:
+    """The mean over clients, each in the round in which its test accuracy was highest."""
+    lines = result.directory.lines("clients.jsonl")
+    return float(np.max([line["personal"]["test_accuracy"] for line in lines], axis=0).mean())
+
+
+def in_training_mode(result: perfed.Result, federation: Federation) -> float:
+    """The mean over clients, where BatchNorm normalises a client's test samples by their own
+    statistics, all of them one batch."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    accuracies = []
+    for client in result.model_clients():
+        model = result.model(client).to(device)
+        for layer in model.modules():
+            if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+                layer.train()
+        test = federation.evaluated(client, "test")
+        x = torch.as_tensor(federation.samples.numbers(federation.samples.x[test]), device=device)
+        with torch.no_grad():
+            said = model(x).argmax(1).cpu().numpy()
+        accuracies.append(float((said == federation.samples.y[test]).mean()))
+    return float(np.mean(accuracies))
+
+
 def needs_pictures(changes: Changes) -> bool:
     """Whether it cannot be tried with digits."""
     return "data" in changes or "architectures" in changes.get("models", {})
@@ -113,6 +184,7 @@ def found(records: Mapping[str, Record], reading: int, method: str) -> list[Reco
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--after", action="store_true")
     parser.add_argument("--precision", default="auto")
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--out", type=Path)
@@ -120,6 +192,9 @@ def main() -> None:
     folder = options.out or (Path("runs", "readings-quick") if options.quick else FOLDER)
     planned = study(folder, options.quick)
     how = Execution(precision=options.precision)
+    if options.after:
+        looked_at_after(folder, options.quick, how)
+        return
     with conducting(planned.folder) as display:
         planned.run(how, [display], seconds=options.seconds, side_by_side=True)
     print(f"{len(planned.records())} of {len(planned.experiments)} runs in {folder}")

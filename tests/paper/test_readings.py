@@ -4,9 +4,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 import perfed
+from tests.conftest import tiny
 
 sys.path.insert(0, str(Path(perfed.__file__).parents[2] / "benchmarks"))
 import readings
@@ -55,3 +58,23 @@ def test_quick_needs_no_download() -> None:
     quick = readings.study(quick=True).experiments
     assert len(quick) == 6 * 3 * 3
     assert {e.data.registered_name for e in quick.values()} == {"digits"}
+
+
+def test_runs_are_looked_at_once_more_when_they_are_over(tmp_path: Path) -> None:
+    """A client's best round is no worse than its last, nor the mean of best rounds than the best
+    mean; and batch statistics are of the client's test samples alone."""
+    with_batchnorm = {"architectures": [{"name": "cnn", "batchnorm": True}]}
+    experiment = tiny(rounds=4, models=with_batchnorm, partition="iid")
+    result = perfed.run(experiment, tmp_path / "run")
+    means = result.summary["models"]["personal"]
+    best = readings.best_rounds(result)
+    assert best >= means["best_test"]["test_accuracy"] >= means["last"]["test_accuracy"]
+    found, federation = [], experiment.federation()
+    for client in range(experiment.clients):
+        model = result.model(client).train()  # it has nothing but BatchNorm that this changes
+        test = federation.splits[client].test
+        x = torch.tensor(federation.samples.numbers(federation.samples.x[test]))
+        y = torch.tensor(federation.samples.y[test])
+        found.append(float((model(x).argmax(1) == y).double().mean()))
+    assert readings.in_training_mode(result, federation) == pytest.approx(np.mean(found))
+    assert np.mean(found) != pytest.approx(means["last"]["test_accuracy"])
