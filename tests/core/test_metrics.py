@@ -201,7 +201,7 @@ def test_summaries_say_over_whom_they_average() -> None:
     summary = summarize(
         columns,
         train_sizes=np.array([1, 9, 10, 1000]),
-        test_sizes=np.array([1, 1, 1, 7]),
+        weights=np.array([1, 1, 1, 7]),
         selected=np.array([False, True, True, False]),
     )
     assert summary["test_accuracy"] == 0.5
