@@ -171,12 +171,21 @@ def experiments(
     return found
 
 
+def wanted(what: str) -> dict[tuple[str, str, str, int], Experiment]:
+    if what == "tune":
+        tried = dict.fromkeys(("perfed-ckt", "perfed-kin"), CANDIDATES)
+        return experiments(SETTINGS["digits"], tried, TUNING_SEEDS)
+    outputs = {"float32": [], TINY: [], **OUTPUT_CODECS}
+    every = {"perfed-ckt": outputs, "perfed-kin": outputs, "fedavg": WEIGHT_CODECS}
+    return experiments(SETTINGS[what], every, SEEDS)
+
+
 def conduct(
-    name: str, wanted: Mapping[tuple[str, str, str, int], Experiment], given: argparse.Namespace
+    name: str, planned: Mapping[tuple[str, str, str, int], Experiment], given: argparse.Namespace
 ) -> None:
     """Run what is missing, and write down what there is."""
-    names = {key: folder_name("-".join(map(str, key))) for key in wanted}
-    study = Study(ROOT / "runs" / f"bytes-{name}", {names[key]: e for key, e in wanted.items()})
+    names = {key: folder_name("-".join(map(str, key))) for key in planned}
+    study = Study(ROOT / "runs" / f"bytes-{name}", {names[key]: e for key, e in planned.items()})
     if given.workers > 1 and given.shard is None:
         one = [sys.executable, __file__, *sys.argv[1:], "--shard"]
         shards = [f"{number}/{given.workers}" for number in range(1, given.workers + 1)]
@@ -193,14 +202,14 @@ def conduct(
         for (setting, method, codec, seed), n in names.items()
         if n in records
     ]
-    first = next(iter(wanted.values())).to_mapping()
+    first = next(iter(planned.values())).to_mapping()
     content = {
         "rows": rows,
         "missing": len(study.missing()),
         "config": {key: first[key] for key in first if key not in ("algorithm", "wire", "seed")},
         "wires": {
             codec: experiment.to_mapping()["wire"]
-            for (_, _, codec, _), experiment in wanted.items()
+            for (_, _, codec, _), experiment in planned.items()
         },
         "last": LAST,
         "environment": machines(records)[0],
@@ -364,18 +373,11 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1, help="processes, each with a core")
     parser.add_argument("--shard", type=Shard.parse, help="1/4, say: what a worker is given")
     given = parser.parse_args()
-    outputs = {"float32": [], TINY: [], **OUTPUT_CODECS}
     if given.what == "paper":
         paper()
         return
-    if given.what == "tune":
-        tried = dict.fromkeys(("perfed-ckt", "perfed-kin"), CANDIDATES)
-        wanted = experiments(SETTINGS["digits"], tried, TUNING_SEEDS)
-    else:
-        every = {"perfed-ckt": outputs, "perfed-kin": outputs, "fedavg": WEIGHT_CODECS}
-        wanted = experiments(SETTINGS[given.what], every, SEEDS)
-    wanted = {key: e for key, e in wanted.items() if given.method in (None, key[1])}
-    conduct(given.what, wanted, given)
+    planned = wanted(given.what)
+    conduct(given.what, {k: e for k, e in planned.items() if given.method in (None, k[1])}, given)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import readings
@@ -22,7 +23,7 @@ from perfed.paper.published import TABLE_1, TABLE_2, Row
 from perfed.paper.reproduce import SINGLE
 from perfed.paper.tables import Finding, TableRun
 from perfed.runs import tune
-from perfed.runs.study import Record
+from perfed.runs.study import Record, Study
 from perfed.runs.tables import spread
 
 
@@ -42,19 +43,90 @@ LONG_METHODS = (
 LONG = [row for row in TABLE_1 if paper_tables.method_name(row.algorithm) in LONG_METHODS]
 
 
+class Part(NamedTuple):
+    """What is wanted of a table: all of its rows with this many rounds, or some methods'."""
+
+    name: str
+    chosen: TableRun
+    methods: Sequence[str] = ()
+
+    def study(self) -> Study:
+        return self.chosen.study(_folder(self.chosen), self.methods)
+
+    def not_run(self, missing: Sequence[str]) -> list[str]:
+        """The methods whose runs these are."""
+        return [
+            name
+            for name, spec in self.chosen.methods.items()
+            for fraction in self.chosen.fractions
+            if self.chosen.name(spec, fraction, self.chosen.seeds[0]) in missing
+        ]
+
+    @property
+    def arguments(self) -> list[str]:
+        """Of perfed."""
+        c = self.chosen
+        return [
+            *("reproduce", f"table{c.table}", "--settings", c.settings, "--rounds", str(c.rounds)),
+            *("--fractions", ",".join(map(str, c.fractions))),
+            *([] if c.selection == "uniform" else ["--selection", c.selection]),
+            *([] if c.repair else ["--without-repair"]),
+            *(["--methods", ",".join(self.methods)] if self.methods else []),
+            *("--out", str(_folder(c).parent)),
+        ]
+
+
+def _folder(chosen: TableRun) -> Path:
+    return RESULTS / f"paper-T{chosen.rounds}" / f"table{chosen.table}"
+
+
+def of_table(table: Literal[1, 2], rounds: int, fraction: float = 0.1, **options: Any) -> TableRun:
+    chosen = paper_tables.table_run(table, quick=False)
+    return paper_tables.with_options(
+        chosen, options.pop("settings", "paper"), rounds=rounds, fractions=[fraction], **options
+    )
+
+
 def table1_run(settings: str, rounds: int) -> TableRun:
-    chosen = paper_tables.table_run(1, quick=False)
-    return paper_tables.with_options(chosen, settings, rounds=rounds, fractions=[0.1])
+    return of_table(1, rounds, settings=settings)
 
 
 def table2_run() -> TableRun:
-    chosen = paper_tables.table_run(2, quick=False)
-    return paper_tables.with_options(chosen, "paper", rounds=COSTED, fractions=[0.1])
+    return of_table(2, COSTED)
+
+
+OTHERS = [name for name in of_table(1, COSTED).methods if name not in LONG_METHODS]
+PARTS = [
+    Part(f"Table 1, C=0.1, {ALL} rounds", of_table(1, ALL), LONG_METHODS),
+    Part(f"Table 2, C=0.1, {COSTED} rounds", of_table(2, COSTED)),
+    # The first rounds of a long run are a short one: only the other methods are to be run.
+    Part(f"Table 1, C=0.1, {COSTED} rounds, the other methods", of_table(1, COSTED), OTHERS),
+    Part(f"Table 1, C=0.15, {COSTED} rounds", of_table(1, COSTED, 0.15)),
+    Part(f"Table 2, C=0.15, {COSTED} rounds", of_table(2, COSTED, 0.15)),
+    Part(f"Table 1, tuned, {COSTED} rounds", of_table(1, COSTED, settings="tuned")),
+    Part(f"Table 1, {ALL} rounds, nobody repaired", of_table(1, ALL, repair=False), LONG_METHODS),
+    Part(
+        f"Table 1, {ALL} rounds, clients selected by size",
+        of_table(1, ALL, selection="by-size"),
+        LONG_METHODS,
+    ),
+]
+"""All that is wanted of the paper's tables, the most wanted first."""
+
+
+def coverage() -> str:
+    """How much of each part there is."""
+    rows = []
+    for part in PARTS:
+        study = part.study()
+        wanted, missing = len(study.experiments), len(study.missing())
+        names = ", ".join(part.not_run(study.missing())) if missing < wanted else "all"
+        rows.append((part.name, names, f"{wanted - missing} of {wanted}"))
+    return layout.markdown([Table("", ("", "not run", "runs there"), rows, names=2)])
 
 
 def table_records(chosen: TableRun) -> dict[str, Record]:
-    folder = RESULTS / f"paper-T{chosen.rounds}" / f"table{chosen.table}"
-    records = chosen.study(folder).records()
+    records = chosen.study(_folder(chosen)).records()
     return {name: with_repaired(record) for name, record in records.items()}
 
 
@@ -542,6 +614,7 @@ FIGURES: dict[str, Callable[[], Figure]] = {
 
 
 BLOCKS = {
+    "coverage": coverage,
     "size-in-the-mean": size_in_the_mean,
     "feddf-steps": feddf_steps,
     **{name: lambda name=name: single(name) for name in SINGLE},
