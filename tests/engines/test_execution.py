@@ -34,6 +34,20 @@ def test_the_default_is_the_stacked_engine() -> None:
     assert Execution().torch_device().type == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def test_a_gpu_without_double_precision_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a Mac's is: metrics and means would stop the run later, with a traceback."""
+
+    def zeros(*_: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        assert device.type == "mps"
+        if dtype == torch.float64:
+            raise TypeError("Cannot convert a MPS Tensor to float64 dtype\nUse float32 instead.")
+        return torch.ones(1)
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    with pytest.raises(ConfigError, match=r"^device 'mps' cannot be used: Cannot .* dtype$"):
+        Execution(device="mps").torch_device()
+
+
 def test_the_stacked_engine_is_imported_when_it_is_used() -> None:
     code = "import perfed, sys; print([m for m in sys.modules if m.startswith('perfed.engines.s')])"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -200,7 +214,7 @@ def test_a_run_says_how_it_was_executed_and_goes_on_so(tmp_path: Path) -> None:
 
 def test_other_devices_have_the_plain_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a Mac's GPU, which torch cannot give here."""
-    monkeypatch.setattr(Execution, "torch_device", lambda self: torch.device("mps"))
-    assert Execution(device="mps").build_engine().name == "sequential"
-    with pytest.raises(ConfigError, match="mps has sequential"):
-        Execution(device="mps", engine="stacked").build_engine()
+    monkeypatch.setattr(Execution, "torch_device", lambda self: torch.device("xpu"))
+    assert Execution(device="xpu").build_engine().name == "sequential"
+    with pytest.raises(ConfigError, match="xpu has sequential"):
+        Execution(device="xpu", engine="stacked").build_engine()

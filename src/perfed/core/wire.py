@@ -61,6 +61,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
+from torch import Tensor
 
 from perfed.core.admission import nearest
 from perfed.core.declaration import Entries, Known
@@ -181,8 +182,8 @@ class Link:
             return message, state
         for number, stage in self._serving(direction):
             at = self._at(client, round, direction, number, declared, known, state)
-            message, kept = stage.send(message, at, _state_of(state, at))
-            state = _with_state(state, at, kept)
+            made, kept = stage.send(message, at, _state_of(state, at))
+            message, state = _beside(message, made), _with_state(state, at, kept)
         return message, state
 
     def receive(
@@ -202,14 +203,14 @@ class Link:
         for number, stage in reversed(serving):
             at = self._at(client, round, direction, number, declared, known, state)
             try:
-                message, kept = stage.receive(message, at, _state_of(state, at))
+                made, kept = stage.receive(message, at, _state_of(state, at))
             except PerfedError as error:
                 raise Refused(str(error)) from error
             except Exception as error:  # whatever a stage can stumble over in odd arrays
                 what = f"{type(error).__name__}: {error}".partition("\n")[0]
                 name = stage.registered_name or type(stage).__name__
                 raise Refused(f"stage '{name}' cannot read it: {what[:200]!a}") from error
-            state = _with_state(state, at, kept)
+            message, state = _beside(message, made), _with_state(state, at, kept)
         if not all(stage.exact for _, stage in serving):
             message = nearest(message, declared)
         return message, state
@@ -256,6 +257,15 @@ class Link:
     def _serving(self, direction: Direction) -> list[tuple[int, Stage]]:
         way = "up" if direction == "up" else "down"
         return [(n, stage) for n, stage in enumerate(self.stages) if way in stage.directions]
+
+
+def _beside(given: Message, made: Message) -> Message:
+    """What a stage made, on the device of what it was given: it may have computed elsewhere.
+    Numbers stay where they are, for they may meet tensors of any device."""
+    if not given.arrays:
+        return made
+    device = max(given.arrays.values(), key=Tensor.numel).device
+    return Message.from_arrays({n: t.to(device) if t.dim() else t for n, t in made.arrays.items()})
 
 
 def _state_of(state: Tree, at: At) -> Tree:

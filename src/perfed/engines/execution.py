@@ -33,7 +33,7 @@ class Execution(Options):
     workers: int = option(
         0, "number of Ray workers; 0: one per GPU, or one per core where there is no GPU", ge=0
     )
-    device: str = option("auto", "cpu, cuda, cuda:1, mps, …; auto: a CUDA GPU if there is one")
+    device: str = option("auto", "cpu, cuda, cuda:1, …; auto: a CUDA GPU if there is one")
     precision: Literal["auto", "float32", "tf32", "bf16"] = option(
         "auto", "number format of the networks; auto: float32, or the one a resumed run began with"
     )
@@ -59,8 +59,9 @@ class Execution(Options):
             name = "cuda" if torch.cuda.is_available() else "cpu"
         try:
             device = torch.device(name)
-            float(torch.zeros(1, device=device))
-        except (RuntimeError, AssertionError, ImportError) as error:
+            # Means, metrics and noise are in double precision, which not every GPU has (a Mac's).
+            float(torch.zeros(1, dtype=torch.float64, device=device))
+        except (RuntimeError, AssertionError, ImportError, TypeError) as error:
             reason = str(error).splitlines()[0]
             raise ConfigError(f"device '{name}' cannot be used: {reason}") from None
         return device
@@ -81,7 +82,7 @@ class Execution(Options):
             raise ConfigError("tf32 is a GPU's; a CPU has float32 and bf16", "--precision")
         if precision.name == "bf16" and device.type == "cpu":
             check_bf16()
-        plain = device.type not in ("cpu", "cuda")  # a Mac's GPU, for example
+        plain = device.type not in ("cpu", "cuda")  # Intel's GPU, for example
         if plain and name == "stacked":
             raise ConfigError(
                 f"the engine stacked runs on cpu and cuda; {device.type} has sequential", "--engine"
