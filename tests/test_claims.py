@@ -7,6 +7,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 with pytest.MonkeyPatch.context() as patch:
     patch.syspath_prepend(str(ROOT / "benchmarks"))
+    import paper_blocks
     import render
 
 
@@ -19,3 +20,24 @@ def test_who_is_harmed_stands_beside_who_gains(name: str) -> None:
         _, method, *_, harmed, _ = (cell.strip() for cell in line.split("|"))
         losing = [100 * seed["losing"] for seed in methods[method].values()]
         assert float(harmed) == pytest.approx(sum(losing) / len(losing), abs=0.5)
+
+
+def claims() -> dict[str, str]:
+    """What was found and the verdict, by claim."""
+    lines = [line for line in paper_blocks.claims().splitlines() if line.startswith("| ")]
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[2:]]
+    return {claim: f"{found} {verdict}" for claim, _, found, verdict in rows}
+
+
+def test_what_the_paper_says_of_clusters_networks_rounds_and_its_appendix_is_on_the_list() -> None:
+    named = " ".join(claims())
+    for words in ("too many clusters", "different networks", "enough for all", "appendix"):
+        assert words in named
+
+
+def test_a_claim_is_judged_by_the_longest_runs_too() -> None:
+    long = paper_blocks.table1_rows("paper", paper_blocks.ALL)
+    for claim, label in (("as accurate as FedFomo", "FedFomo"), ("Ditto's", "Ditto (LM)")):
+        found = next(text for name, text in claims().items() if name.startswith(claim))
+        assert paper_blocks.spread(long[label].values("last")) in found
+    assert "keeps the trained model" in claims()["as accurate as FedFomo"]  # not its authors'
