@@ -7,6 +7,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 with pytest.MonkeyPatch.context() as patch:
     patch.syspath_prepend(str(ROOT / "benchmarks"))
+    import kin_blocks
     import paper_blocks
     import render
 
@@ -41,3 +42,14 @@ def test_a_claim_is_judged_by_the_longest_runs_too() -> None:
         found = next(text for name, text in claims().items() if name.startswith(claim))
         assert paper_blocks.spread(long[label].values("last")) in found
     assert "keeps the trained model" in claims()["as accurate as FedFomo"]  # not its authors'
+
+
+@pytest.mark.parametrize(("family", "largest"), [("digits", "32"), ("digits-three", "8")])
+def test_the_kin_tables_name_what_was_tried_and_how_good_their_interval_is(
+    family: str, largest: str
+) -> None:
+    note = kin_blocks.comparison(family).splitlines()[-1]
+    assert f"λ of PerFed-CKT (0.1, 0.5, 2, 8{', 32' * (largest == '32')}) and Ditto" in note
+    assert "too narrow" in note
+    chosen = kin_blocks.result(f"kin_tune_{family}")["chosen"]
+    assert max(weight for by in chosen.values() for weight in by.values()) == float(largest)
