@@ -264,7 +264,8 @@ SETTINGS: dict[str, Setting] = {
     "10 % with other labels": Setting(IID, {"name": "labels", "groups": [9, 1]}),
     "one with other labels": Setting(IID, {"name": "labels", "groups": [0, 1]}),
 }
-WEIGHTS = {"perfed-ckt": (0.1, 0.5, 2.0, 8.0), "ditto": (0.1, 1.0, 10.0)}
+WEIGHTS = {"perfed-ckt": (0.1, 0.5, 2.0, 8.0, 32.0), "ditto": (0.1, 1.0, 10.0)}
+"""What is tried for λ. 128 was far worse in every setting of successor.py where 32 was the best."""
 CLUSTERS = (1, 2, 3, 4)
 GIVEN = ("memory", "gate", "kin")
 NARROWED = ("methods", "settings")
@@ -450,7 +451,8 @@ def main(action: str, family: str, *rest: str) -> None:
         return
     records = study.records()
     if tuning and not study.missing():
-        write("kin_tune", {"chosen": chosen(family, records)}, family, records)
+        content = {"chosen": chosen(family, records), "tried": WEIGHTS}
+        write("kin_tune", content, family, records)
     if not tuning and (action == "gather" or not study.missing()):
         write("kin", gathered(family, records), family, records)
 

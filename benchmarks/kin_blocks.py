@@ -216,8 +216,7 @@ def _note(family: str, record: dict[str, Any]) -> str:
     config = record["config"]
     fresh = config.get("fresh_test", 0)
     has_weights = any(row["method"] in ("ditto", "c=3") for row in record["rows"])
-    tuned = f"; λ of PerFed-CKT and Ditto by the validation data of seeds {record['tuning_seeds']}"
-    tuned = tuned if has_weights else ""
+    tuned = _tuned(family, record["tuning_seeds"]) if has_weights else ""
     judged = (
         f"{fresh:,} fresh samples for each client"
         if fresh
@@ -230,9 +229,21 @@ def _note(family: str, record: dict[str, Any]) -> str:
         f"{config['rounds']} rounds, seeds {record['seeds']}{tuned}. Local: accuracy in percent. "
         "All others: points above local training, mean over clients / percent of clients more than "
         f"{HARM:g} points below their own local model. 95 %: interval of PerFed-Kin's mean, seeds "
-        f"and clients drawn anew {DRAWS:,} times. Evaluated on {judged} "
+        f"and clients drawn anew {DRAWS:,} times; with {len(record['seeds'])} seeds it is rather "
+        f"too narrow than too wide. Evaluated on {judged} "
         f"{' and '.join(map(machine, record['environments']))}."
     )
+
+
+def _tuned(family: str, seeds: Sequence[int]) -> str:
+    """Of which λ one was chosen, and by what."""
+    names = {"perfed-ckt": "PerFed-CKT", "ditto": "Ditto"}
+    tried = result(f"kin_tune_{family}")["tried"]
+    grids = [
+        f"{names[method]} ({', '.join(f'{weight:g}' for weight in weights)})"
+        for method, weights in tried.items()
+    ]
+    return f"; λ of {' and '.join(grids)} by the validation data of seeds {seeds}"
 
 
 BLOCKS = {

@@ -109,7 +109,9 @@ def tuning() -> str:
 
 
 def against_local(name: str) -> str:
-    """Points above local training, seed by seed, for all clients and by training-set size."""
+    """Points above local training, seed by seed, for all clients and by training-set size, and who
+    is harmed."""
+    harm = result(name)["against_local"]["methods"]
     accuracy: dict[str, dict[int, dict[str, float]]] = {}
     for run in result(name)["runs"]:
         last = next(iter(run["models"].values()))["last"]  # the model a client would use
@@ -119,7 +121,7 @@ def against_local(name: str) -> str:
         {g for runs in accuracy.values() for row in runs.values() for g in row}, key=size_order
     )
     head = " | ".join("all clients" if size == "all" else f"{size} samples" for size in sizes)
-    lines = [f"| | {head} |", "|---" * (len(sizes) + 1) + "|"]
+    lines = [f"| | {head} | harmed % |", "|---" * (len(sizes) + 2) + "|"]
     for algorithm, runs in accuracy.items():
         if algorithm in ("local", "majority"):
             continue
@@ -132,6 +134,8 @@ def against_local(name: str) -> str:
             ]
             deviation = f" ± {statistics.stdev(gains):.1f}" if len(gains) > 1 else ""
             cells.append(f"{statistics.mean(gains):+.1f}{deviation}")
+        losing = statistics.mean(seed["losing"] for seed in harm[algorithm].values())
+        cells.append(f"{100 * losing:.0f}")
         lines.append(f"| {algorithm} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
