@@ -27,7 +27,7 @@ from perfed.core.channel import Channel
 from perfed.core.errors import ConfigError, RunError
 from perfed.core.message import Message
 from perfed.core.tree import Weights, flatten
-from perfed.engines import SequentialEngine
+from perfed.engines import SequentialEngine, local
 from perfed.engines.stacked import StackedEngine
 from perfed.engines.stacked import engine as stacked_engine_module
 from perfed.engines.stacked.alone import LoneModule, channels_last
@@ -716,6 +716,34 @@ def test_seeds_side_by_side_are_the_same_as_one_after_another(tmp_path: Path) ->
         assert one.path.name == other.path.name
         left, right = (flat_numbers(result.path / "clients.jsonl") for result in (one, other))
         np.testing.assert_allclose(left, right, rtol=1e-8)
+
+
+@pytest.mark.usefixtures("float64")
+def test_seeds_side_by_side_may_be_out_of_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where all drop out of one seed's round, it is evaluated while the others train."""
+    monkeypatch.setattr(local, "EVALUATED_AT_ONCE", 2)
+    absent = tiny(
+        clients_per_round=1,
+        participation={"dropout": 0.5},
+        rounds=4,
+        evaluate_every=2,
+        algorithm="fedavg",
+    )
+    comparison = perfed.Comparison(absent, ("fedavg",), (0, 1, 2))
+    alone = perfed.compare(comparison, tmp_path / "alone", how=SEQUENTIAL)
+    mixed: list[set[str]] = []
+    perform = local.LocalEngine.perform
+
+    def watched(engine: Any, calls: Any) -> list[Any]:
+        mixed.append({call.method for call in calls})
+        return perform(engine, calls)
+
+    monkeypatch.setattr(local.LocalEngine, "perform", watched)
+    beside = perfed.compare(comparison, tmp_path / "beside", how=SEQUENTIAL, side_by_side=True)
+    assert {"client_round", "evaluate"} in mixed
+    assert beside.table() == alone.table()
 
 
 def flat_numbers(path: Path) -> list[float]:
