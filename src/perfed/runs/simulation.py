@@ -142,6 +142,14 @@ class Simulation(Coordinator):
             self.federation.clients,
         )
         self.how = how
+        self._honest = honest_ones(self.federation.partition_facts, self.clients)[self.evaluated]
+        """Of those that are evaluated; means are of these."""
+        if not self._honest.any():
+            raise ConfigError(
+                f"none of the {len(self.evaluated)} clients that are evaluated is honest, and all "
+                "means are of honest ones: must be more",
+                "evaluate_clients",
+            )
         if self.algorithm.needs_public_set and not len(self.federation.samples.public_x):
             raise ConfigError(
                 f"'{self.algorithm.registered_name}' needs a public set, and the data has none: "
@@ -287,7 +295,7 @@ class Simulation(Coordinator):
         train_sizes = self.federation.train_sizes[self.evaluated]
         weights = self._held_to_test()[self.evaluated]
         trained = np.array([self.progress.trained.get(client, 0) for client in self.evaluated])
-        honest = honest_ones(self.federation.partition_facts, self.clients)[self.evaluated]
+        honest = self._honest
         of_honest = {
             kind: {name: values[honest] for name, values in column.items()}
             for kind, column in columns.items()
