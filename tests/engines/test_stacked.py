@@ -3,6 +3,7 @@ client; what cannot be stacked is said, and still right."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import logging
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -716,6 +718,30 @@ def test_seeds_side_by_side_are_the_same_as_one_after_another(tmp_path: Path) ->
         assert one.path.name == other.path.name
         left, right = (flat_numbers(result.path / "clients.jsonl") for result in (one, other))
         np.testing.assert_allclose(left, right, rtol=1e-8)
+
+
+def test_what_runs_on_a_second_gpu_has_its_streams_and_recordings_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are made on the current one, and would record nothing of what runs elsewhere."""
+    current: list[torch.device] = []
+    seen: list[torch.device] = []
+
+    @contextlib.contextmanager
+    def device(one: torch.device) -> Iterator[None]:
+        current.append(one)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(stacked_engine_module, "perform_together", lambda *_: [*current])
+    population = SimpleNamespace(device=torch.device("cuda:1"))
+    job: Any = SimpleNamespace(client=SimpleNamespace(population=population, architecture="a"))
+    engine = StackedEngine()
+    monkeypatch.setattr(engine, "module_of", lambda *_: seen.extend(current))
+    assert engine.perform_jobs([job]) == seen == [population.device]
+    population.device = torch.device("cpu")
+    assert engine.perform_jobs([job]) == engine.perform_jobs([]) == []
 
 
 @pytest.mark.usefixtures("float64")
