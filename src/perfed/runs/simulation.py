@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -364,10 +365,13 @@ class Simulation(Coordinator):
 
     def _sent(self, round: int, outcomes: Mapping[int, Outcome]) -> dict[int, Message]:
         """The replies that leave their clients. One that is not finite does not: its client is
-        left out, as a site leaves itself out. The run ends where every reply is so, or a model."""
+        left out, as a site leaves itself out. The run ends where every reply is so, or a model, or
+        a number that a client keeps."""
         for client, outcome in outcomes.items():
-            if outcome.broken_model is not None:
-                raise diverged(round, outcome.broken_model, f"client {client}")
+            odd = (name for name, number in outcome.facts.items() if not math.isfinite(number))
+            kept = outcome.broken_model or next(odd, None)
+            if kept is not None:
+                raise diverged(round, kept, f"client {client}")
         replies = {k: outcome.reply for k, outcome in outcomes.items() if outcome.reply is not None}
         broken = {k: name for k in replies if (name := outcomes[k].broken_reply) is not None}
         if broken and len(broken) == len(replies):
