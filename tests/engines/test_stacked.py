@@ -242,7 +242,7 @@ def test_channels_are_last_in_memory_where_a_module_can_take_it() -> None:
     for module, taken in ((Viewing(), False), (whole, True)):
         alone = LoneModule(module, x)
         assert alone._channels_last == taken
-        found = alone.evaluate("logits", dict(module.named_parameters()), x)
+        found = alone.outputs(False, "logits", dict(module.named_parameters()), x)
         torch.testing.assert_close(found, module(x))
 
 
