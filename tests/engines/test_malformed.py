@@ -30,7 +30,7 @@ class Own(Algorithm):
         return {} if self.how != "start" else None
 
     def broadcast(self, server, state, client):
-        return Message() if self.how != "broadcast" else {"a": 1}
+        return Message(number=1) if self.how != "broadcast" else {"a": 1}
 
     def client_round(self, client, message):
         weights = client.weights
