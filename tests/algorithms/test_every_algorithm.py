@@ -27,7 +27,7 @@ from perfed import Execution
 from perfed.algorithms.fedprox import held_near
 from perfed.core.channel import Channel
 from perfed.core.declaration import networks
-from perfed.core.errors import Refused
+from perfed.core.errors import Diverged, Refused
 from perfed.core.message import Message
 from perfed.core.tensorfile import decode, encode
 from perfed.core.tree import Tree
@@ -191,6 +191,14 @@ class Bytes(Stage):
 
     def receive(self, message: Message, at: At, state: Tree) -> tuple[Message, Tree]:
         return Message.from_arrays(decode(bytes(message["encoded"].tolist()))[0]), state
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name != "majority"])  # it never trains
+def test_who_diverges_is_told_so_in_a_line(name: str, tmp_path: Path) -> None:
+    training = {"learning_rate": 1e12, "steps": 4, "batch_size": 8, "public_batch_size": 8}
+    experiment = tiny(algorithm=spec(name), models=[MLP_50], training=training)
+    with pytest.raises(Diverged, match="is not finite"):
+        perfed.run(experiment, tmp_path / "run")
 
 
 def test_personal_and_global_models_are_both_reported(tmp_path: Path) -> None:

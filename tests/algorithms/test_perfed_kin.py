@@ -6,9 +6,17 @@ import torch
 from sklearn.datasets import load_digits
 
 from perfed.algorithms.perfed_evidence import label_mix
-from perfed.algorithms.perfed_kin import CAP, PerFedKin, bounded, found_kinds, kinship, prior
+from perfed.algorithms.perfed_kin import (
+    CAP,
+    PerFedKin,
+    _moved,
+    bounded,
+    found_kinds,
+    kinship,
+    prior,
+)
 from perfed.algorithms.witnesses import RIDGE, SMALLEST_PROBABILITY, SMALLEST_SHARE, Witnesses
-from perfed.core.algorithm import Client, ClientInfo
+from perfed.core.algorithm import Client, ClientInfo, Reply
 from perfed.core.message import Message
 from tests.algorithms.test_perfed_evidence import softmax
 from tests.conftest import played, simulate
@@ -170,6 +178,15 @@ def test_in_the_end_nobody_would_fit_another_group_better(seed: int) -> None:
     kind = found_kinds(said, ERRORS)
     fits = torch.stack([said.fit(kind == group) for group in range(int(kind.max()) + 1)])
     assert torch.equal(fits.argmax(0), kind)
+
+
+def test_nobody_is_left_alone_by_a_move() -> None:
+    """One client is no kind: of two, the one that would fit the other group better stays."""
+    said = heard(*world([0, 0, 0, 0, 0, 1]))
+    kind = torch.tensor([0, 0, 0, 0, 1, 1])
+    fits = torch.stack([said.fit(kind == group) for group in (0, 1)])
+    assert fits.argmax(0).tolist() == [0, 0, 0, 0, 0, 1]
+    assert _moved(said, kind).tolist() == kind.tolist()
 
 
 def test_the_order_of_clients_does_not_matter() -> None:
@@ -338,6 +355,24 @@ def test_nobody_is_taught_before_anybody_was_heard() -> None:
     simulation = simulate(algorithm="perfed-kin")
     told = simulation.algorithm.broadcast(simulation.server(0), {}, ClientInfo(0, "mlp", 5))
     assert told == Message()
+
+
+def test_a_newcomer_may_be_of_any_kind() -> None:
+    """What the largest kind gains counts as far as a client is probably of it."""
+    decisions, samples = world([0, 0, 0, 0, 1, 1, 1])
+    gains = torch.rand(3, 4, generator=torch.Generator().manual_seed(0))
+    replies = [
+        Reply(
+            ClientInfo(k, "mlp", 5),
+            Message(soft_decisions=torch.tensor(said), samples=int(number), gains=gains),
+            1.0,
+        )
+        for k, (said, number) in enumerate(zip(decisions, samples, strict=True))
+    ]
+    state = PerFedKin().merge(simulate().server(0), {}, replies)
+    assert [kind == state["largest"] for kind in state["kind"].values()] == [True] * 4 + [False] * 3
+    largest = sum(state["gains"][str(k)] for k in range(4))
+    torch.testing.assert_close(state["newcomers"], largest / 7)
 
 
 def test_of_a_newcomer_only_the_share_of_the_largest_kind_is_known() -> None:

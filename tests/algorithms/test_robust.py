@@ -19,7 +19,7 @@ from perfed.core.declaration import PROBABILITIES, REALS, SAMPLES, Array, Entrie
 from perfed.core.errors import ConfigError
 from perfed.core.message import Message
 from perfed.core.tree import Tree, flatten
-from perfed.core.wire import Link
+from perfed.core.wire import Link, Together
 from perfed.engines import Execution
 from tests.algorithms.test_perfed_kin import ByHand, world
 from tests.conftest import played, simulate, spec, tiny
@@ -165,6 +165,23 @@ def test_a_small_group_that_agrees_counts_for_little_if_only_the_largest_is_hear
         assert heard.client.samples == (1 if largest_only else 1000)
         claimed = float(heard.message["gains"].max())
         assert claimed < 0.6 if largest_only else claimed == 5
+
+
+def test_in_a_small_group_nobody_vouches_for_anybody() -> None:
+    """Who was found to lie is trusted again by what agrees in the largest group alone."""
+    decisions, samples = world([0] * 6 + [1] * 3)
+    before = {"trust": {str(client): torch.tensor(-1.0) for client in range(9)}}
+    sent = replies(decisions, samples, "soft_decisions")
+    trust = History().gather(sent, Together(0, 3, 0, SPOKEN, False), before)[1]["trust"]
+    assert all(float(trust[str(client)]) > -1 for client in range(6))
+    assert all(float(trust[str(client)]) == -1 for client in range(6, 9))
+
+
+def test_what_speaks_against_a_client_has_an_end() -> None:
+    trust = {"3": torch.tensor(-19.0)}
+    for speaks, wanted in ((-2.0, -20.0), (-9.0, -20.0), (9.0, -18.0)):
+        trust = History()._added(trust, torch.tensor([speaks]), {"3": 0}, {"3": 0})
+        assert float(trust["3"]) == wanted
 
 
 def test_of_two_groups_as_large_both_are_heard() -> None:

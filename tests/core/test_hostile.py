@@ -16,7 +16,9 @@ from perfed.core.declaration import Known
 from perfed.core.errors import ConfigError, RunError
 from perfed.core.hostile import Attack, Attacker, attacks
 from perfed.core.message import Message
+from perfed.core.selection import evaluated_clients
 from perfed.core.tree import Weights, flatten
+from perfed.runs.simulation import Simulation
 from tests.conftest import SEQUENTIAL, STACKED, played, simulate, spec, tiny
 from tests.engines.test_stacked import MIXED
 
@@ -181,6 +183,22 @@ def test_means_are_of_honest_clients_and_all_are_written_down(tmp_path: Path) ->
     assert honest != frame["test_accuracy"].mean()
     assert result.summary["models"]["personal"]["last"]["test_accuracy"] == pytest.approx(honest)
     assert "3 clients are hostile" in result.table()
+
+
+def test_where_some_clients_are_evaluated_some_of_these_are_honest(tmp_path: Path) -> None:
+    some = [
+        tiny(hostile={"name": "worst"} | HALF, rounds=1, evaluate_clients=1, seed=seed)
+        for seed in range(10)
+    ]
+
+    def honest(experiment: perfed.Experiment) -> bool:
+        (client,) = evaluated_clients(6, 1, experiment.seed)
+        return not experiment.federation().partition_facts["hostile"][client]
+
+    result = perfed.run(next(filter(honest, some)), tmp_path / "run")
+    assert "1 of 6 clients are evaluated.\n0 of them are hostile" in result.table()
+    with pytest.raises(ConfigError, match="evaluate_clients: none of the 1 clients that are eval"):
+        Simulation(next(experiment for experiment in some if not honest(experiment)))
 
 
 def test_with_nobody_hostile_nothing_changes() -> None:

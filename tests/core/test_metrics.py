@@ -213,6 +213,15 @@ def test_summaries_say_over_whom_they_average() -> None:
     assert nobody["test_accuracy_selected"] is None
 
 
+@pytest.mark.parametrize(("clients", "worst"), [(9, 0.0), (19, 0.0), (20, 0.5), (30, 1.0)])
+def test_the_worst_decile_is_a_tenth_of_the_clients(clients: int, worst: float) -> None:
+    """Rounded down, and at least one."""
+    columns = {"test_accuracy": np.arange(clients)[::-1].astype(float)}
+    ones = np.ones(clients)
+    found = summarize(columns, ones, ones, ones > 0)["test_accuracy_worst_decile"]
+    assert found == worst
+
+
 def test_selection_is_without_replacement_and_by_size() -> None:
     sizes = np.array([1, 1, 8])
     draws = [select_clients(sizes, 2, True, 0, round) for round in range(4000)]

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from perfed.core import tree
 from perfed.core.tree import (
     SMALL,
     Weights,
@@ -44,6 +45,16 @@ def test_extremes_of_small_and_of_large_tensors() -> None:
             (torch.float32, float(joined.min()), float(joined.max())),
             (torch.float64, 2.0, 5.0),
         ]
+
+
+def test_on_a_gpu_not_all_of_a_rounds_models_are_copied_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tree, "LARGE", 6)
+    tensors = [torch.zeros(size, device="meta") for size in (3, 3, 10, 1, 2)]
+    assert [len(part) for part in tree._in_parts(tensors)] == [2, 1, 2]
+    (found,) = extremes(tensors)
+    assert found.shape == (6,)  # the smallest and the largest of each part
 
 
 @pytest.mark.parametrize("size", [1, 7, SMALL, SMALL + 1])

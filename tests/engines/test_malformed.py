@@ -5,8 +5,11 @@ from pathlib import Path
 import pytest
 
 import perfed
-from perfed.core.algorithm import weighted_average
+from perfed.algorithms.local import Local
+from perfed.core.algorithm import Client, weighted_average
+from perfed.core.declaration import SAMPLES, Messages
 from perfed.core.errors import ConfigError, PerfedError
+from perfed.core.message import Message
 from tests.conftest import SEQUENTIAL, STACKED, tiny
 
 TEXT = """
@@ -27,7 +30,7 @@ class Own(Algorithm):
         return {} if self.how != "start" else None
 
     def broadcast(self, server, state, client):
-        return Message() if self.how != "broadcast" else {"a": 1}
+        return Message(number=1) if self.how != "broadcast" else {"a": 1}
 
     def client_round(self, client, message):
         weights = client.weights
@@ -53,6 +56,8 @@ class Own(Algorithm):
             raise ValueError("a mistake\\nof two lines")
         elif self.how == "state":
             client.state = {"note": "text"}
+        elif self.how == "infinite":
+            client.state = {"share": torch.tensor(float("inf"))}
         else:
             client.weights = client.sgd(given, supervised, steps=1)
         if self.how == "empty":
@@ -70,7 +75,22 @@ class Own(Algorithm):
 
     def models(self, client, message):
         return {"personal": client.weights} if self.how != "models" else None
+
+    def describe(self, before, state):
+        if self.how == "describe":
+            return {"share": 1 / 0}
+        return {"share": torch.ones(()) if self.how == "tensor" else 1.0}
 """
+
+
+class Speechless(Local):
+    """What it does for others goes wrong."""
+
+    def messages(self) -> Messages:
+        return Messages(up={"samples": SAMPLES}, down={}, evaluation={})
+
+    def speak(self, client: Client, message: Message) -> Message:
+        raise ValueError("no words")
 
 
 @pytest.fixture
@@ -119,15 +139,33 @@ def test_engines_agree_on_malformed_weights(file: Path) -> None:
         ("dict", "own.py, line 21: client_round of 'Own' returned dict: must be a Message"),
         ("raise", "own.py, line 42: client_round of 'Own' raised ValueError: a mistake of two li"),
         ("state", "own.py, line 44: client.state: 'note' is a str: must be a tensor"),
-        ("empty", "own.py, line 57: merge of 'Own' raised KeyError: 'model'; it must return a st"),
-        ("negative", "own.py, line 57: weighted_average by amounts -5: each must be at least 0"),
-        ("zero", "own.py, line 57: weighted_average by amounts 0: each must be at least 0"),
+        ("empty", "own.py, line 59: merge of 'Own' raised KeyError: 'model'; it must return a st"),
+        ("negative", "own.py, line 59: weighted_average by amounts -5: each must be at least 0"),
+        ("zero", "own.py, line 59: weighted_average by amounts 0: each must be at least 0"),
         ("merged", "merge of 'Own' returned list: must be a state"),
         ("models", "models of 'Own' returned NoneType: must be models by kind"),
     ],
 )
 def test_a_broken_contract_is_one_line(file: Path, how: str, message: str) -> None:
     assert message in refusal(file, how, STACKED)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("infinite", "round 1: 'share' of client "),
+        ("describe", "describe of 'Own' raised ZeroDivisionError: division by zero"),
+        ("tensor", "describe of 'Own' raised TypeError: Object of type Tensor is not JSON serial"),
+    ],
+)
+def test_what_cannot_be_written_down_is_one_line(file: Path, how: str, message: str) -> None:
+    assert message in refusal(file, how, STACKED)
+
+
+def test_a_mistake_in_what_is_said_under_privacy_is_one_line(tmp_path: Path) -> None:
+    name = f"{__name__}:{Speechless.__name__}"
+    with pytest.raises(ConfigError, match="speak of 'Speechless' raised ValueError: no words; it"):
+        perfed.run(tiny(algorithm=name, privacy={"noise": 1.0}), tmp_path / "run")
 
 
 @pytest.mark.attack(68)

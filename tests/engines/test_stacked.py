@@ -3,6 +3,7 @@ client; what cannot be stacked is said, and still right."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import logging
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -27,7 +29,7 @@ from perfed.core.channel import Channel
 from perfed.core.errors import ConfigError, RunError
 from perfed.core.message import Message
 from perfed.core.tree import Weights, flatten
-from perfed.engines import SequentialEngine
+from perfed.engines import SequentialEngine, local
 from perfed.engines.stacked import StackedEngine
 from perfed.engines.stacked import engine as stacked_engine_module
 from perfed.engines.stacked.alone import LoneModule, channels_last
@@ -240,7 +242,7 @@ def test_channels_are_last_in_memory_where_a_module_can_take_it() -> None:
     for module, taken in ((Viewing(), False), (whole, True)):
         alone = LoneModule(module, x)
         assert alone._channels_last == taken
-        found = alone.evaluate("logits", dict(module.named_parameters()), x)
+        found = alone.outputs(False, "logits", dict(module.named_parameters()), x)
         torch.testing.assert_close(found, module(x))
 
 
@@ -716,6 +718,58 @@ def test_seeds_side_by_side_are_the_same_as_one_after_another(tmp_path: Path) ->
         assert one.path.name == other.path.name
         left, right = (flat_numbers(result.path / "clients.jsonl") for result in (one, other))
         np.testing.assert_allclose(left, right, rtol=1e-8)
+
+
+def test_what_runs_on_a_second_gpu_has_its_streams_and_recordings_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are made on the current one, and would record nothing of what runs elsewhere."""
+    current: list[torch.device] = []
+    seen: list[torch.device] = []
+
+    @contextlib.contextmanager
+    def device(one: torch.device) -> Iterator[None]:
+        current.append(one)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(stacked_engine_module, "perform_together", lambda *_: [*current])
+    population = SimpleNamespace(device=torch.device("cuda:1"))
+    job: Any = SimpleNamespace(client=SimpleNamespace(population=population, architecture="a"))
+    engine = StackedEngine()
+    monkeypatch.setattr(engine, "module_of", lambda *_: seen.extend(current))
+    assert engine.perform_jobs([job]) == seen == [population.device]
+    population.device = torch.device("cpu")
+    assert engine.perform_jobs([job]) == engine.perform_jobs([]) == []
+
+
+@pytest.mark.usefixtures("float64")
+def test_seeds_side_by_side_may_be_out_of_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where all drop out of one seed's round, it is evaluated while the others train."""
+    monkeypatch.setattr(local, "EVALUATED_AT_ONCE", 2)
+    absent = tiny(
+        clients_per_round=1,
+        participation={"dropout": 0.5},
+        rounds=4,
+        evaluate_every=2,
+        algorithm="fedavg",
+    )
+    comparison = perfed.Comparison(absent, ("fedavg",), (0, 1, 2))
+    alone = perfed.compare(comparison, tmp_path / "alone", how=SEQUENTIAL)
+    mixed: list[set[str]] = []
+    perform = local.LocalEngine.perform
+
+    def watched(engine: Any, calls: Any) -> list[Any]:
+        mixed.append({call.method for call in calls})
+        return perform(engine, calls)
+
+    monkeypatch.setattr(local.LocalEngine, "perform", watched)
+    beside = perfed.compare(comparison, tmp_path / "beside", how=SEQUENTIAL, side_by_side=True)
+    assert {"client_round", "evaluate"} in mixed
+    assert beside.table() == alone.table()
 
 
 def flat_numbers(path: Path) -> list[float]:

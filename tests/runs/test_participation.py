@@ -81,6 +81,13 @@ def test_a_slow_client_makes_its_first_steps_only() -> None:
     assert_same(one, other, 0.0)
 
 
+def test_a_slow_client_is_evaluated_with_all_steps() -> None:
+    """What some methods train to be evaluated is not a part of the round."""
+    population = simulate(training={"steps": 10}, participation={"stragglers": 1.0}).population
+    assert population.client(0, 0).steps == 5
+    assert population.client(0, 0, evaluated=True).steps == 10
+
+
 def test_who_is_away_changes_no_number_of_the_others() -> None:
     """In the first round those that stay end with the bits that they have where nobody drops."""
     everybody = played(1, clients_per_round=6)

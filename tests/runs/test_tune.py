@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from perfed.config import load_yaml
 from perfed.core.errors import ConfigError
-from perfed.runs.tune import Search, best, tables
+from perfed.runs.tune import Search, best, shown_value, tables
 from tests.conftest import SEQUENTIAL, TINY
 
 GRID = {"training.learning_rate": (0.1, 0.05, 0.01), "algorithm.weight": (0.5, 2.0)}
@@ -127,6 +128,11 @@ def test_one_algorithm_at_a_time() -> None:
     del several["algorithm"]
     with pytest.raises(ConfigError, match="one algorithm is tuned at a time"):
         Search(several, GRID).study("unused")
+
+
+@pytest.mark.parametrize("value", [0.1, 1e-6, 0.123456789, None, True, 3, "kept", [1, 2]])
+def test_a_value_is_shown_as_set_takes_it(value: Any) -> None:
+    assert load_yaml(shown_value(value), "--set") == value
 
 
 def test_words_can_be_tried_too(tmp_path: Path) -> None:

@@ -212,6 +212,8 @@ def factored(tensors: Mapping[str, Tensor], energy: float) -> Tensors:
 def leading_factors(matrix: Tensor, energy: float, most: int) -> tuple[Tensor, Tensor] | None:
     """Two factors of the smallest rank that reaches this share of the energy; None where it is more
     than ``most``."""
+    if not matrix.isfinite().all():  # as it is: whoever gets it sees that training has diverged
+        return None
     left, values, right = torch.linalg.svd(matrix, full_matrices=False)
     held = values.square().cumsum(0)
     rank = min(int((held < energy * held[-1]).sum()) + 1, len(values))

@@ -17,7 +17,9 @@ RETURNS = {
     "first_message": "a Message",
     "broadcast": "a Message",
     "client_round": "a Message",
+    "speak": "a Message",
     "merge": "a state",
+    "describe": "finite numbers and lists of them, by name",
     "evaluation_message": "a Message",
     "models": "models by kind, as {'personal': client.weights}",
 }

@@ -49,19 +49,13 @@ def seed_generators(key: int) -> None:
 
 def uniform_indices(key: int, shape: tuple[int, ...], bound: int, device: torch.device) -> Tensor:
     """Independent uniform draws from ``0 … bound-1`` (with replacement), on ``device``."""
-    return uniform_indices_each([key], shape, [bound], device)[0]
-
-
-def uniform_indices_each(
-    keys: Sequence[int], shape: tuple[int, ...], bounds: Sequence[int], device: torch.device
-) -> Tensor:
-    """The draws of several streams, one after another along the first dimension."""
-    both = torch.tensor([keys, bounds], dtype=torch.int64).to(device)
-    return uniform_indices_of(both[0], shape, both[1])
+    both = torch.tensor([[key], [bound]], dtype=torch.int64).to(device)
+    return uniform_indices_of(both[0], shape, both[1])[0]
 
 
 def uniform_indices_of(keys: Tensor, shape: tuple[int, ...], bounds: Tensor) -> Tensor:
-    """The same, of keys and bounds that are on the device."""
+    """Those of several streams, one after another along the first dimension; keys and bounds are
+    on the device."""
     bits = random_bits(keys, math.prod(shape))
     # The modulo's bias is below bound / 2**63.
     return (bits % bounds[:, None]).reshape(len(keys), *shape)

@@ -19,6 +19,8 @@ from perfed.core.errors import ConfigError
 
 SMALL = 1 << 14
 """Numbers in a tensor up to which a CPU takes longer to begin an operation than to do it."""
+LARGE = 1 << 27
+"""Numbers of which a GPU has room for a copy at any time."""
 OWN = "own"
 """The name of a client's own network, where an algorithm gives it a second one."""
 
@@ -80,10 +82,24 @@ def extremes(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
         if device.type == "cpu":
             small = [tensor for tensor in group if tensor.numel() <= SMALL]
             group = [tensor for tensor in group if tensor.numel() > SMALL]
-            group += [torch._C._nn.flatten_dense_tensors(small)] if small else []
-        else:
-            group = [torch.cat([_in_memory_order(tensor) for tensor in group])]
-        yield torch.stack([one for tensor in group for one in tensor.aminmax()])
+            joined = iter([*group, *([torch._C._nn.flatten_dense_tensors(small)] if small else [])])
+        else:  # one after another: of all models of a round there may be no room for a copy
+            joined = (torch.cat(part) for part in _in_parts(map(_in_memory_order, group)))
+        yield torch.stack([one for tensor in joined for one in tensor.aminmax()])
+
+
+def _in_parts(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Neighbours that together are not too large, or one alone."""
+    part: list[Tensor] = []
+    numbers = 0
+    for tensor in tensors:
+        numbers += tensor.numel()
+        if part and numbers > LARGE:
+            yield part
+            part, numbers = [], tensor.numel()
+        part.append(tensor)
+    if part:
+        yield part
 
 
 def _in_memory_order(tensor: Tensor) -> Tensor:

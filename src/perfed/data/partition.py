@@ -213,12 +213,6 @@ class Held:
         return self._order[self._ends[client] - self.sizes[client] : self._ends[client]]
 
 
-def held_by(owner: np.ndarray, clients: int) -> list[np.ndarray]:
-    """Each client's samples, in their order."""
-    held = Held(owner, clients)
-    return [held.of(client) for client in range(clients)]
-
-
 def move_to_minimum(
     owner: np.ndarray, clients: int, minimum: int, random: np.random.Generator
 ) -> np.ndarray:
@@ -235,8 +229,8 @@ def move_to_minimum(
         )
     if np.bincount(owner, minlength=clients).min() >= minimum:
         return owner
-    owner = owner.copy()
-    holdings = [list(random.permutation(held)) for held in held_by(owner, clients)]
+    dealt, owner = Held(owner, clients), owner.copy()
+    holdings = [list(random.permutation(dealt.of(client))) for client in range(clients)]
     largest = [(-len(held), client) for client, held in enumerate(holdings)]
     heapq.heapify(largest)
     for client, held in enumerate(holdings):

@@ -38,8 +38,14 @@ class LocalEngine:
         """What each call gives. Evaluations hold the logits of all their clients at once, so they
         come in parts where these are many."""
         if any(c.method == "evaluate" and len(c.messages) > EVALUATED_AT_ONCE for c in calls):
-            return [self._evaluated_in_parts(call) for call in calls]
+            return [self._performed_alone(call) for call in calls]
         return self._perform_at_once(calls)
+
+    def _performed_alone(self, call: Call) -> Any:
+        if call.method == "evaluate":
+            return self._evaluated_in_parts(call)
+        (given,) = self._perform_at_once([call])
+        return given
 
     def _evaluated_in_parts(self, call: Call) -> Any:
         clients = list(call.messages)

@@ -117,7 +117,7 @@ class Population:
             "evaluate": (self._evaluate, "evaluated-module"),
         }
         dealt = models.positions(federation.train_sizes, seed)
-        used = [models.architectures[position] for position in first_seen(dealt)]
+        used = [models.architectures[position] for position in dict.fromkeys(dealt.tolist())]
         labels = {architecture: architecture.label() for architecture in used}
         by_position = [labels.get(architecture, "") for architecture in models.architectures]
         self.architectures = [by_position[position] for position in dealt.tolist()]
@@ -452,17 +452,15 @@ class Population:
     def _evaluate(self, client: EngineClient, message: Message) -> dict[str, Tensor]:
         """By model kind, the logits of all samples that one client is evaluated on."""
         models = self._models(client, message)
-        where = torch.cat([self.evaluated_positions(client.id, part) for part in EVALUATED_ON])
+        where = self._on_device(self._evaluated_on(client.id))
         return {kind: client.said(model, where) for kind, model in models.items()}
 
     def measured(
         self, clients: Iterable[int], logits: Sequence[Mapping[str, Tensor]]
     ) -> dict[str, dict[str, np.ndarray]]:
         """One column for each metric of each model kind; from the device in one piece."""
-        places = [
-            self.evaluated_positions(client, part) for client in clients for part in EVALUATED_ON
-        ]
-        labels, sizes = self.y[torch.cat(places)], [len(where) for where in places]
+        places = [where for client in clients for where in self._evaluated_on(client)]
+        labels, sizes = self.y[self._on_device(places)], [len(where) for where in places]
         columns: dict[str, dict[str, np.ndarray]] = {}
         for kind in logits[0]:
             numbers = evaluate(Samples(torch.cat([one[kind] for one in logits]), labels, sizes))
@@ -528,10 +526,13 @@ class Population:
         """The same, as an array."""
         return self._in_x(client, self.federation.seen(client, part))
 
-    def evaluated_positions(self, client: int, part: str) -> Tensor:
-        """The same of those ``validation`` or ``test`` samples that it is evaluated on."""
-        where = self._in_x(client, self.federation.evaluated(client, part))
-        return torch.as_tensor(where, device=self.device)
+    def _evaluated_on(self, client: int) -> list[np.ndarray]:
+        """The same of those samples of each part that it is evaluated on."""
+        return [self._in_x(client, self.federation.evaluated(client, p)) for p in EVALUATED_ON]
+
+    def _on_device(self, places: Sequence[np.ndarray]) -> Tensor:
+        """All of them, in one piece."""
+        return torch.as_tensor(np.concatenate(places), device=self.device)
 
     def _in_x(self, client: int, where: np.ndarray) -> np.ndarray:
         return where if self._window is None else where + self._window.first(client)
@@ -555,12 +556,6 @@ def check_one_width(algorithm: Algorithm, widths: Mapping[str, int]) -> None:
             f"networks have different widths ({each}): must be one width",
             "models",
         )
-
-
-def first_seen(values: np.ndarray) -> list[int]:
-    """The distinct ones, in the order in which they first appear."""
-    distinct, where = np.unique(values, return_index=True)
-    return [int(value) for value in distinct[np.argsort(where)]]
 
 
 def named_networks(algorithm: Algorithm, labels: Container[str]) -> dict[str, Architecture]:

@@ -5,6 +5,7 @@ what is written down. Where the clients are, in this process or at sites of thei
 from __future__ import annotations
 
 import dataclasses
+import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
@@ -419,7 +420,9 @@ class Coordinator(ABC):
 
     def _describe(self, before: Tree, state: Tree, replies: Sequence[Reply]) -> None:
         """For the round's line: what came of these replies."""
-        self._described = self.algorithm.describe(before, state)
+        with running(self.algorithm, "describe"):
+            self._described = self.algorithm.describe(before, state)
+            json.dumps(self._described, allow_nan=False)  # as it will be written
 
     def _there(self, round: int) -> int:
         """How many clients could be selected."""

@@ -234,7 +234,8 @@ class Result:
             table = dataclasses.replace(table, note=note)
         if self.experiment.hostile is not None:
             hostile = sum(self.directory.read_json("partition.json")["hostile"])
-            note = f"{table.note}\n{hostile} clients are hostile; all means are of the others."
+            whose = "of them" if some else "clients"
+            note = f"{table.note}\n{hostile} {whose} are hostile; all means are of the others."
             table = dataclasses.replace(table, note=note)
         if numbers["finished"]:
             return [table]

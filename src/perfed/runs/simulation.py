@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -142,6 +143,14 @@ class Simulation(Coordinator):
             self.federation.clients,
         )
         self.how = how
+        self._honest = honest_ones(self.federation.partition_facts, self.clients)[self.evaluated]
+        """Of those that are evaluated; means are of these."""
+        if not self._honest.any():
+            raise ConfigError(
+                f"none of the {len(self.evaluated)} clients that are evaluated is honest, and all "
+                "means are of honest ones: must be more",
+                "evaluate_clients",
+            )
         if self.algorithm.needs_public_set and not len(self.federation.samples.public_x):
             raise ConfigError(
                 f"'{self.algorithm.registered_name}' needs a public set, and the data has none: "
@@ -287,7 +296,7 @@ class Simulation(Coordinator):
         train_sizes = self.federation.train_sizes[self.evaluated]
         weights = self._held_to_test()[self.evaluated]
         trained = np.array([self.progress.trained.get(client, 0) for client in self.evaluated])
-        honest = honest_ones(self.federation.partition_facts, self.clients)[self.evaluated]
+        honest = self._honest
         of_honest = {
             kind: {name: values[honest] for name, values in column.items()}
             for kind, column in columns.items()
@@ -356,10 +365,13 @@ class Simulation(Coordinator):
 
     def _sent(self, round: int, outcomes: Mapping[int, Outcome]) -> dict[int, Message]:
         """The replies that leave their clients. One that is not finite does not: its client is
-        left out, as a site leaves itself out. The run ends where every reply is so, or a model."""
+        left out, as a site leaves itself out. The run ends where every reply is so, or a model, or
+        a number that a client keeps."""
         for client, outcome in outcomes.items():
-            if outcome.broken_model is not None:
-                raise diverged(round, outcome.broken_model, f"client {client}")
+            odd = (name for name, number in outcome.facts.items() if not math.isfinite(number))
+            kept = outcome.broken_model or next(odd, None)
+            if kept is not None:
+                raise diverged(round, kept, f"client {client}")
         replies = {k: outcome.reply for k, outcome in outcomes.items() if outcome.reply is not None}
         broken = {k: name for k in replies if (name := outcomes[k].broken_reply) is not None}
         if broken and len(broken) == len(replies):

@@ -24,6 +24,7 @@ from typing import Any
 from perfed.config import Comparison, Experiment, parse, set_key
 from perfed.core.errors import ConfigError
 from perfed.core.layout import Table
+from perfed.core.registry import number_text
 from perfed.core.streams import numpy_stream
 from perfed.engines import Execution
 from perfed.runs.coordinator import Callback
@@ -332,7 +333,8 @@ def _shown_score(trial: Mapping[str, Any]) -> str:
 
 
 def shown_value(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    """So that ``--set`` takes it for the same."""
+    return number_text(value) if value is None or isinstance(value, float) else str(value)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -37,9 +37,6 @@ class LoneModule:
     def head_outputs(self, tensors: dict[str, Tensor], features: Tensor) -> Tensor:
         return head_outputs(self.training, self.head, tensors, features)
 
-    def evaluate(self, what: What, tensors: dict[str, Tensor], x: Tensor) -> Tensor:
-        return self.outputs(False, what, tensors, x)
-
 
 def channels_last(x: Tensor) -> Tensor:
     """Pictures with their channels last in memory, as convolutions and pooling on a CPU like them.

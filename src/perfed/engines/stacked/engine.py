@@ -16,7 +16,7 @@ import gc
 import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -121,7 +121,7 @@ class StackedEngine(LocalEngine):
 
     def perform_jobs(self, jobs: Sequence[Job]) -> list[Any]:
         results: list[Any] = []
-        with torch.random.fork_rng(_generators(jobs)):
+        with torch.random.fork_rng(_generators(jobs)), _device_of(jobs):
             for job in jobs:  # now: trying a module out may draw random numbers
                 self.module_of(job.client.population, job.client.architecture)
             for start in range(0, len(jobs), JOBS_AT_ONCE):
@@ -538,6 +538,13 @@ def model_of(requests: list[Forward], starts: Mapping[int, tuple[int, int]]) -> 
 def _generators(jobs: Sequence[Job]) -> Iterable[int]:
     cuda = any(job.client.population.device.type == "cuda" for job in jobs)
     return range(torch.cuda.device_count()) if cuda else ()
+
+
+def _device_of(jobs: Sequence[Job]) -> AbstractContextManager[Any]:
+    """Inside, the jobs' GPU is the current one: new streams, recordings and kernels are there."""
+    devices = [job.client.population.device for job in jobs[:1]]  # an engine has one
+    cuda = [torch.cuda.device(device) for device in devices if device.type == "cuda"]
+    return cuda[0] if cuda else nullcontext()
 
 
 class JobStreams:

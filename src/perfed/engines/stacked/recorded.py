@@ -187,7 +187,7 @@ class RecordedForward:
 
         @torch.no_grad()
         def forward() -> Tensor:
-            run = torch.func.vmap(functools.partial(module.evaluate, what))
+            run = torch.func.vmap(functools.partial(module.outputs, False, what))
             rows: Tensor = run(self._tensors, samples_at(samples, self._where))
             return rows
 
@@ -276,7 +276,7 @@ class TapedForward:
         tensors: Mapping[str, Tensor],
         samples: Tensor,
     ) -> None:
-        self._evaluate = functools.partial(module.evaluate, what)
+        self._evaluate = functools.partial(module.outputs, False, what)
         self._alone = isinstance(module, LoneModule)
         self._at_once = at_once
         self._names = list(tensors)

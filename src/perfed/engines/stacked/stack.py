@@ -158,10 +158,6 @@ class StackedModule:
                 return y.to(features.dtype)
         return head_outputs(self.training, self.head, tensors, features)
 
-    def evaluate(self, what: What, tensors: dict[str, Tensor], x: Tensor) -> Tensor:
-        """One client's logits or features in evaluation mode."""
-        return self.outputs(False, what, tensors, x)
-
     def _plan(self, training: bool, what: What) -> Plan | None:
         """The steps to what is asked for."""
         plan = self.plans[training]
