@@ -203,6 +203,29 @@ def test_bad_options_are_said_in_one_line(hostile: Any, says: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            {"evaluate_clients": 1, "hostile": {"name": "worst", "share": 0.8}},
+            "evaluate_clients: none of the 1 that are evaluated is honest",
+        ),
+        (
+            {
+                "clients": 40,
+                "partition": {"name": "dirichlet", "minimum": 200, "repair": False},
+                "hostile": {"name": "worst", "share": 0.9},
+            },
+            "hostile.share: none of the 2 clients that are left is honest",
+        ),
+    ],
+)
+def test_somebody_who_is_evaluated_must_be_honest(changes: Any, says: str) -> None:
+    """There are no means of nobody. Who is left and who is evaluated follows from the seed."""
+    with pytest.raises(ConfigError, match=says.replace(".", r"\.")):
+        simulate(algorithm="local", **changes)
+
+
 def test_an_attack_of_ones_own_is_a_class() -> None:
     assert isinstance(tiny(hostile={"name": f"{__name__}:Quiet"}).hostile, Quiet)
 

@@ -142,6 +142,8 @@ class Simulation(Coordinator):
             self.federation.clients,
         )
         self.how = how
+        self._honest = honest_ones(self.federation.partition_facts, self.clients)[self.evaluated]
+        self._check_somebody_is_honest()
         if self.algorithm.needs_public_set and not len(self.federation.samples.public_x):
             raise ConfigError(
                 f"'{self.algorithm.registered_name}' needs a public set, and the data has none: "
@@ -287,12 +289,28 @@ class Simulation(Coordinator):
         train_sizes = self.federation.train_sizes[self.evaluated]
         weights = self._held_to_test()[self.evaluated]
         trained = np.array([self.progress.trained.get(client, 0) for client in self.evaluated])
-        honest = honest_ones(self.federation.partition_facts, self.clients)[self.evaluated]
+        honest = self._honest
         of_honest = {
             kind: {name: values[honest] for name, values in column.items()}
             for kind, column in columns.items()
         }
         return summaries(of_honest, train_sizes[honest], weights[honest], trained[honest])
+
+    def _check_somebody_is_honest(self) -> None:
+        """Of those that are evaluated: means are of honest clients. A partition that leaves out
+        small clients, and the draw of those that are evaluated, can leave hostile ones alone."""
+        if self._honest.any():
+            return
+        if self.experiment.evaluate_clients:
+            raise ConfigError(
+                f"none of the {len(self.evaluated)} that are evaluated is honest, and means are of "
+                "honest clients: must be more, or 0 for all",
+                "evaluate_clients",
+            )
+        raise ConfigError(
+            f"none of the {self.clients} clients that are left is honest: must be lower",
+            "hostile.share",
+        )
 
     def _held_to_test(self) -> np.ndarray:
         """How many samples each client has that its model is for: its test samples, or all it holds
