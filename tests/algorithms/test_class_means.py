@@ -586,6 +586,17 @@ def test_fedgh_needs_a_head_with_a_bias_and_says_so() -> None:
         after(2, "fedgh", models={"architectures": [f"{__name__}:NoBias"]}, clients_per_round=6)
 
 
+@pytest.mark.parametrize("name", ["lg-fedavg", "fedgen", "fedgh"])
+def test_heads_of_one_width_that_differ_are_refused_where_they_would_meet(name: str) -> None:
+    """One with a bias and one without: what they have in common was averaged, or a KeyError came of
+    it, whichever was first."""
+    models = [f"{__name__}:NoBias", {"name": "mlp", "hidden": [64]}]
+    for order in (models, models[::-1]):
+        with pytest.raises(ConfigError, match=r"last layers of their networks differ \(.*bias 10"):
+            simulate(algorithm=spec(name), models={"architectures": order, "assign": "in-turn"})
+    simulate(algorithm="fedproto", models={"architectures": models, "assign": "in-turn"})
+
+
 # What crosses.
 
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perfed.core import tensorfile
-from perfed.core.admission import SLACK, most_bytes
+from perfed.core.admission import SLACK, check, most_bytes
 from perfed.core.algorithm import algorithms
 from perfed.core.codecs.deflate import DEFLATED, RAW
 from perfed.core.declaration import (
@@ -70,6 +70,29 @@ def through(stage: str | dict[str, Any], message: Message, where: At) -> tuple[M
     sent, _ = codec.send(message, where, {})
     encoded = tensorfile.decode_message(tensorfile.encode_message(sent.arrays))
     return sent, codec.receive(Message.from_arrays(encoded), where, {})[0]
+
+
+CODECS: list[dict[str, Any]] = [
+    {"name": "probability-bits", "bits": 8},
+    {"name": "top-probabilities", "number": 4},
+    {"name": "number-bits"},
+    {"name": "top-changes", "share": 1.0},
+]
+
+
+@pytest.mark.parametrize(("first", "second"), [*itertools.permutations(CODECS, 2)])
+def test_what_one_codec_has_coded_another_one_leaves(first: Any, second: Any) -> None:
+    """In either order, and so also where both are for probabilities."""
+    said = {"said": rows(1, classes=6), "evidence": rows(2, classes=6).clamp(min=0.01).log()}
+    was = Message(said=rows(3, classes=6), evidence=rows(4, classes=6))
+    link = Link((stages.build(first), stages.build(second)))
+    where: Any = (1, 2, "up", {}, DECLARED, known(was, classes=6))
+    crossing, _ = link.send(Message.from_arrays(said), *where)
+    found, _ = link.receive(crossing, *where)
+    assert found.arrays.keys() == said.keys()
+    torch.testing.assert_close(found["said"], said["said"], rtol=0, atol=0.1)
+    behind, evidence = found["evidence"].softmax(1), said["evidence"].softmax(1)
+    torch.testing.assert_close(behind, evidence, rtol=0, atol=0.02)
 
 
 # Probabilities.
@@ -435,6 +458,7 @@ GARBLED: list[tuple[Any, dict[str, torch.Tensor]]] = [
 @pytest.mark.attack("garbled-code")
 @pytest.mark.parametrize(("stage", "arrays"), GARBLED)
 def test_what_is_no_code_is_refused(stage: Any, arrays: dict[str, torch.Tensor]) -> None:
+    """By the codec, or by admission where it could be what another codec has made."""
     link = Link((stages.build(stage),), seed=0)
     state = {
         "up": {
@@ -442,6 +466,12 @@ def test_what_is_no_code_is_refused(stage: Any, arrays: dict[str, torch.Tensor])
         }
     }
     about = known(Message(model=MODEL))
+
+    def arrive() -> None:
+        message = Message.from_arrays(arrays)
+        found, _ = link.receive(message, 0, 1, "up", state, DECLARED, about)
+        check(found, {name: DECLARED[name] for name in found.arrays}, about)
+
     with pytest.raises(Refused) as error:
-        link.receive(Message.from_arrays(arrays), 0, 1, "up", state, DECLARED, about)
+        arrive()
     assert "\n" not in str(error.value)

@@ -197,7 +197,7 @@ def test_where_some_clients_are_evaluated_some_of_these_are_honest(tmp_path: Pat
 
     result = perfed.run(next(filter(honest, some)), tmp_path / "run")
     assert "1 of 6 clients are evaluated.\n0 of them are hostile" in result.table()
-    with pytest.raises(ConfigError, match="evaluate_clients: none of the 1 clients that are eval"):
+    with pytest.raises(ConfigError, match="evaluate_clients: none of the 1 that are eval"):
         Simulation(next(experiment for experiment in some if not honest(experiment)))
 
 
@@ -219,6 +219,29 @@ def test_bad_options_are_said_in_one_line(hostile: Any, says: str) -> None:
     with pytest.raises(ConfigError, match=says.replace(".", r"\.")) as caught:
         tiny(hostile=hostile)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            {"evaluate_clients": 1, "hostile": {"name": "worst", "share": 0.8}},
+            "evaluate_clients: none of the 1 that are evaluated is honest",
+        ),
+        (
+            {
+                "clients": 40,
+                "partition": {"name": "dirichlet", "minimum": 200, "repair": False},
+                "hostile": {"name": "worst", "share": 0.9},
+            },
+            "hostile.share: none of the 2 clients that are left is honest",
+        ),
+    ],
+)
+def test_somebody_who_is_evaluated_must_be_honest(changes: Any, says: str) -> None:
+    """There are no means of nobody. Who is left and who is evaluated follows from the seed."""
+    with pytest.raises(ConfigError, match=says.replace(".", r"\.")):
+        simulate(algorithm="local", **changes)
 
 
 def test_an_attack_of_ones_own_is_a_class() -> None:

@@ -99,6 +99,21 @@ def test_every_source_can_be_the_public_set(tmp_path: Path, kind: str) -> None:
     assert len(samples.origin["public"]["hash"]) == 32
 
 
+def test_samples_of_one_class_are_refused_before_anything_is_trained(tmp_path: Path) -> None:
+    """They were when the models were written, after the last round."""
+    np.savez(tmp_path / "one.npz", x=X, y=np.zeros(40, dtype=np.int64))
+    for number in range(12):
+        own_files.save(tmp_path / "photos" / "cat" / f"{number}.png", X[number].transpose(1, 2, 0))
+    for data, name in (
+        ({"name": "npz", "path": str(tmp_path / "one.npz")}, "0"),
+        ({"name": "images", "path": str(tmp_path / "photos")}, "cat"),
+    ):
+        experiment = tiny(data=data, clients=3, partition="iid", algorithm="local")
+        with pytest.raises(ConfigError, match=f"data: all samples are of one class, '{name}'"):
+            perfed.run(experiment, tmp_path / "run")
+        assert not (tmp_path / "run").exists()
+
+
 def test_numbers_are_in_memory_once(tmp_path: Path) -> None:
     """While a file is read, too; to look for what is not finite takes a quarter more."""
     x = np.ones((500, 3, 32, 32), np.float32)

@@ -386,6 +386,14 @@ def sends_own_weights(messages: Messages) -> bool:
     )
 
 
+def shares_heads(messages: Messages) -> bool:
+    """Whether clients are sent a head of their own network, made for all of them."""
+    return any(
+        not entry.network and getattr(entry, "part", "all") == "head"
+        for entry in _of_networks(messages.down)
+    )
+
+
 def _of_networks(declared: Entries | None) -> Iterator[Model | PerParameter]:
     for entry in (declared or {}).values():
         while isinstance(entry, Numbered | Maybe):

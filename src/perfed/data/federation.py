@@ -11,7 +11,7 @@ from typing import Any, Literal, overload
 
 import numpy as np
 
-from perfed.core.errors import ConfigError
+from perfed.core.errors import ConfigError, shown
 from perfed.core.inputs import Inputs
 from perfed.core.notices import say_once
 from perfed.core.schema import Options, option
@@ -248,8 +248,10 @@ def build_federation(
     judged_by_others = "fresh_test" if fresh_test else "shared_test" if shared_test else ""
     distant = dataset.client_data(seed, clients)
     if distant is not None:
+        _check_classes(distant.samples)
         return _distant_federation(distant, partition, split, seed, judged_by_others, shift)
     samples = _recognised(dataset.load(seed))
+    _check_classes(samples)
     if clients * SMALLEST_CLIENT > len(samples.y):
         raise ConfigError(
             f"{clients} clients need at least {clients * SMALLEST_CLIENT} samples "
@@ -341,6 +343,15 @@ def _recognised(samples: Samples) -> Samples:
     parts = [part for part in (samples.x, samples.public_x) if len(part)]
     tokens = all_tokens([tokens_in(part, 0, "samples") for part in parts])
     return replace(samples, tokens=tokens)
+
+
+def _check_classes(samples: Samples) -> None:
+    """A model of one class knows every answer, and nobody can use it."""
+    if samples.classes < 2:
+        name = samples.origin.get("classes", ["0"])[0]
+        raise ConfigError(
+            f"all samples are of one class, {shown(name)}: there must be at least two", "data"
+        )
 
 
 def _check_smallest(sizes: np.ndarray, names: Sequence[str] | None) -> None:

@@ -8,13 +8,13 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from perfed.config import Training
 from perfed.core.accounting import Spending
 from perfed.core.admission import check
 from perfed.core.algorithm import Algorithm, Predictor
-from perfed.core.declaration import Known
+from perfed.core.declaration import Known, shares_heads
 from perfed.core.errors import ConfigError, did_you_mean, shape_text
 from perfed.core.gradients import mixes_samples
 from perfed.core.hostile import Attack, Attacker, honest_ones
@@ -209,6 +209,8 @@ class Population:
         for label, architecture in (self.by_label | self.extra).items():
             self._heads[label] = find_head(architecture, self.modules[label], self.inputs)
         check_one_width(self.algorithm, {label: self.width(label) for label in self.by_label})
+        heads = {n: self.modules[n].get_submodule(self.head(n)) for n in self.by_label}
+        check_one_head(self.algorithm, heads)
 
     def _build_between(self) -> None:
         """Networks that take features, one for each architecture of clients."""
@@ -554,6 +556,24 @@ def check_one_width(algorithm: Algorithm, widths: Mapping[str, int]) -> None:
         raise ConfigError(
             f"'{algorithm.registered_name}' compares features of different clients, and their "
             f"networks have different widths ({each}): must be one width",
+            "models",
+        )
+
+
+def check_one_head(algorithm: Algorithm, heads: Mapping[str, nn.Module]) -> None:
+    """Raise where clients get one head for all and theirs are not alike: of one width, one may have
+    a bias and another none."""
+    if not shares_heads(algorithm.messages()):
+        return
+    shapes = {
+        label: ", ".join(f"{n} {shape_text(t.shape)}" for n, t in sorted(head.named_parameters()))
+        for label, head in heads.items()
+    }
+    if len(set(shapes.values())) > 1:
+        each = "; ".join(f"'{label}' {shape}" for label, shape in shapes.items())
+        raise ConfigError(
+            f"'{algorithm.registered_name}' has one head for all clients, and the last layers of "
+            f"their networks differ ({each}): must be alike",
             "models",
         )
 

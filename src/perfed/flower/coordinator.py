@@ -31,7 +31,7 @@ from perfed.core.selection import select_clients
 from perfed.core.tensorfile import write_atomically
 from perfed.core.tree import Tree, flatten
 from perfed.engines import ClientRecord
-from perfed.engines.population import check_one_width
+from perfed.engines.population import check_one_head, check_one_width
 from perfed.flower.conduct import Conduct
 from perfed.flower.handout import Handout, write_handouts
 from perfed.flower.heard import heard
@@ -123,6 +123,7 @@ class FederatedRun(Coordinator):
         self.public = public_hash(public)
         self._widths = self._networks.widths()
         check_one_width(self.algorithm, self._widths)
+        check_one_head(self.algorithm, self._networks.last_layers())
         self._absent: dict[str, str] = {}
         self._answered: set[int] = set()
         """Who said anything in this round, be it that it cannot."""

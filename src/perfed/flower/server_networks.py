@@ -51,6 +51,12 @@ class ServerNetworks(Mapping[str, nn.Module]):
             for label in self.labels
         }
 
+    def last_layers(self) -> dict[str, nn.Module]:
+        """Of each configured network; empty where nobody looks at them."""
+        if not self._experiment.algorithm.needs_features:
+            return {}
+        return {label: self[label].get_submodule(self.head(label)) for label in self.labels}
+
     def head(self, architecture: str) -> str:
         """The name of an architecture's last layer."""
         return self._known(architecture).head_in(self[architecture])

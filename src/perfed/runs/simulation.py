@@ -144,13 +144,7 @@ class Simulation(Coordinator):
         )
         self.how = how
         self._honest = honest_ones(self.federation.partition_facts, self.clients)[self.evaluated]
-        """Of those that are evaluated; means are of these."""
-        if not self._honest.any():
-            raise ConfigError(
-                f"none of the {len(self.evaluated)} clients that are evaluated is honest, and all "
-                "means are of honest ones: must be more",
-                "evaluate_clients",
-            )
+        self._check_somebody_is_honest()
         if self.algorithm.needs_public_set and not len(self.federation.samples.public_x):
             raise ConfigError(
                 f"'{self.algorithm.registered_name}' needs a public set, and the data has none: "
@@ -302,6 +296,22 @@ class Simulation(Coordinator):
             for kind, column in columns.items()
         }
         return summaries(of_honest, train_sizes[honest], weights[honest], trained[honest])
+
+    def _check_somebody_is_honest(self) -> None:
+        """Of those that are evaluated: means are of honest clients. A partition that leaves out
+        small clients, and the draw of those that are evaluated, can leave hostile ones alone."""
+        if self._honest.any():
+            return
+        if self.experiment.evaluate_clients:
+            raise ConfigError(
+                f"none of the {len(self.evaluated)} that are evaluated is honest, and means are of "
+                "honest clients: must be more, or 0 for all",
+                "evaluate_clients",
+            )
+        raise ConfigError(
+            f"none of the {self.clients} clients that are left is honest: must be lower",
+            "hostile.share",
+        )
 
     def _held_to_test(self) -> np.ndarray:
         """How many samples each client has that its model is for: its test samples, or all it holds

@@ -20,8 +20,8 @@ from perfed.core.admission import most_bytes
 from perfed.core.codecs import terse
 from perfed.core.codecs.cached import FORM, NUMBERS, TERMS, WHICH
 from perfed.core.codecs.number_bits import RANGE
+from perfed.core.codecs.probabilities import LEVELS
 from perfed.core.codecs.top_changes import GAPS
-from perfed.core.codecs.top_probabilities import LEVELS
 from perfed.core.errors import Refused
 from perfed.core.message import Message
 from perfed.core.tensorfile import BYTES

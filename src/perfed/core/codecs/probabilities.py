@@ -6,21 +6,31 @@ import torch
 from torch import Tensor
 
 from perfed.core.admission import most_bytes
+from perfed.core.codecs.number_bits import RANGE
+from perfed.core.codecs.top_changes import GAPS
 from perfed.core.declaration import Array, LogProbabilities, Probabilities, Range, array_of
 from perfed.core.errors import Refused
 from perfed.core.message import Message
 from perfed.core.wire import At
 
+LEVELS = "|levels"
+CODES_OF_ARRAYS = (LEVELS, RANGE, GAPS)
+"""What codecs leave beside an array that they have made another one of."""
+
 
 def rows_of_probabilities(
     message: Message, at: At, kind: type[Range] = Probabilities
 ) -> dict[str, int]:
-    """By their flat names, with the number of classes; or of their logarithms."""
+    """By their flat names, with the number of classes; or of their logarithms. Not those that a
+    stage before this one has coded: both ends see by what is beside them that they are no rows."""
     found = {path: array_of(path, at.declared) for path in message.arrays}
     return {
         path: classes_in(entry, at)
         for path, entry in found.items()
-        if entry is not None and isinstance(entry.range, kind) and entry.shape
+        if entry is not None
+        and isinstance(entry.range, kind)
+        and entry.shape
+        and not any(path + code in message.arrays for code in CODES_OF_ARRAYS)
     }
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from perfed.core.codecs.bits import nearest_levels
 from perfed.core.codecs.probabilities import (
+    LEVELS,
     check_classes,
     check_room,
     class_type,
@@ -23,8 +24,6 @@ from perfed.core.message import Message
 from perfed.core.schema import option
 from perfed.core.tree import Tree
 from perfed.core.wire import At, Stage, stages
-
-LEVELS = "|levels"
 
 
 @stages.register("top-probabilities")
@@ -65,6 +64,8 @@ class TopProbabilities(Stage):
         arrays = {path: t for path, t in message.arrays.items() if not path.endswith(LEVELS)}
         check_room(Message.from_arrays(arrays), at)
         for path, classes in rows_of_probabilities(Message.from_arrays(arrays), at).items():
+            if path + LEVELS not in message.arrays:  # another stage has coded it
+                continue
             arrays[path] = self._decoded(arrays[path], message.arrays[path + LEVELS], classes)
         return Message.from_arrays(arrays), state
 
