@@ -95,6 +95,11 @@ def test_the_log_has_every_line_with_its_time_and_does_not_grow_for_ever(
     assert entry["line"] == 'a "quoted" line'
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", entry["time"])
     assert capsys.readouterr().out == f'perfed: {entry["time"]} a "quoted" line\n'
+    with open(tmp_path / LOG, "a") as file:
+        file.write('{"time": "2026')  # killed, or the disk was full
+    tell("whole")
+    assert json.loads((tmp_path / LOG).read_text().splitlines()[-1])["line"] == "whole"
+    capsys.readouterr()
     monkeypatch.setattr("perfed.flower.saying.LARGEST", 10)
     tell("next")
     assert len((tmp_path / LOG).read_text().splitlines()) == 1

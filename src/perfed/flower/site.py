@@ -65,6 +65,7 @@ from perfed.flower.protocol import (
     public_hash,
 )
 from perfed.flower.purse import Purse
+from perfed.flower.saying import append
 from perfed.flower.settings import SiteOptions, read_site
 from perfed.models import Models, parameter_count
 from perfed.runs.coordinator import check_finite, diverged
@@ -496,8 +497,7 @@ class Site:
                 f" with the federation, {100 * line['alone_test_accuracy']:.1f} % alone "
                 f"({100 * line['gain']:+.1f})"
             )
-        with open(folder / REPORT, "a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        append(folder / REPORT, line)
         self.say(text)
 
     def _epsilon(self) -> float:
