@@ -11,6 +11,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,7 @@ class Superlink:
 
     def __init__(self) -> None:
         self.received: list[int] = []
+        self.keys: list[list[str]] = []
         routes = [
             Route(ACTIVATE, self.activate, methods=["POST"]),
             Route("/v1/fleet/push-object", self.take, methods=["POST"]),
@@ -68,6 +70,9 @@ class Superlink:
         self._active = False
 
     async def activate(self, request: Request) -> Response:
+        self.keys.append(request.headers.getlist("flwr-public-key"))
+        if "flwr-timestamp" in request.headers:  # as Flower answers who signed at a wrong time
+            return JSONResponse({"detail": "Invalid SuperNode authentication"}, 401)
         if request.headers["flwr-public-key"] != "good" or self._active:
             return JSONResponse({"code": 2004, "detail": "Failed to activate SuperNode."}, 412)
         self._active = True
@@ -270,3 +275,86 @@ def test_a_wrong_key_and_a_start_too_soon_are_told_apart(open_gate: Callable[...
     assert again.status_code == 412
     assert "is still counted as connected" in again.json()["extra"]
     assert "This key is not registered" in activate("bad").json()["extra"]
+
+
+def spoken(port: int, context: ssl.SSLContext, line: str, *headers: str, body: str = "") -> bytes:
+    """What comes back for a request that no library would write."""
+    lines = [f"POST {line} HTTP/1.1", "Host: x", "Connection: close", *headers, "", body]
+    with connected(port, context) as connection:
+        connection.sendall("\r\n".join(lines).encode("latin-1"))
+        answer = b""
+        while piece := connection.recv(2**16):
+            answer += piece
+    return answer
+
+
+TO_CONTROL = "POST /v1/control/x HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n"
+CHUNKED = "Transfer-Encoding: chunked"
+
+
+@pytest.mark.attack("gate-smuggling")
+@pytest.mark.parametrize(
+    ("headers", "body"),
+    [
+        (["Content-Length: 5", CHUNKED], f"0\r\n\r\n{TO_CONTROL}"),
+        (["Content-Length: 2", CHUNKED], "40\r\n" + "x" * 64 + "\r\n0\r\n\r\n"),
+        ([f"Content-Length: {len(TO_CONTROL)}", "Content-Length: 0"], TO_CONTROL),
+        (["Content-Length : 9"], TO_CONTROL),
+        ([CHUNKED, "Transfer-Encoding: identity"], f"0\r\n\r\n{TO_CONTROL}"),
+    ],
+)
+def test_a_body_with_two_ends_goes_nowhere(
+    headers: list[str], body: str, open_gate: Callable[..., Door]
+) -> None:
+    port, context, superlink = open_gate()
+    answer = spoken(port, context, "/v1/fleet/push-object", *headers, body=body)
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert answer.count(b"HTTP/1.1") == 1
+    assert superlink.received == []
+
+
+@pytest.mark.attack("gate-odd-requests")
+@pytest.mark.parametrize(
+    "path",
+    ["x%1b[2J", "x%20y", "x%3Fy", "x%23y", "%c3%a9", "%ef%bc%8e%ef%bc%8e/control", "x%5c..%5cy"],
+)
+def test_a_path_of_other_signs_is_refused_in_a_word(
+    path: str, open_gate: Callable[..., Door]
+) -> None:
+    port, context, _ = open_gate()
+    answer = spoken(port, context, f"/v1/fleet/{path}", "Content-Length: 0")
+    assert answer.startswith(b"HTTP/1.1 403")
+
+
+@pytest.mark.attack("gate-odd-requests")
+def test_headers_pass_as_they_came(open_gate: Callable[..., Door]) -> None:
+    """Bytes that are no ASCII, one header twice, and a Host that is a path."""
+    port, context, superlink = open_gate()
+    odd = ["flwr-public-key: \xe9", "flwr-public-key: b", "X: \xff", "Content-Length: 0"]
+    assert spoken(port, context, ACTIVATE, *odd).startswith(b"HTTP/1.1 412")
+    assert superlink.keys == [["\xe9", "b"]]
+    host = "Host: y/v1/control/list-nodes?"
+    assert spoken(port, context, ACTIVATE, host).startswith(b"HTTP/1.1 400")
+    asked = ask(port, context, ACTIVATE, headers={"host": host[6:], "flwr-public-key": "good"})
+    assert asked.content == b"node"  # where the path leads, not the host
+
+
+@pytest.mark.attack("wrong-clock")
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (40, "40 s ahead of the coordinator's, and at most 5 s"),
+        (-900, "900 s behind the coordinator's, and at most 300 s"),
+        (0, ""),
+    ],
+)
+def test_a_site_with_a_wrong_clock_is_told_so(
+    seconds: float, said: str, open_gate: Callable[..., Door]
+) -> None:
+    port, context, _ = open_gate()
+    signed_at = (datetime.now(UTC) + timedelta(seconds=seconds + 0.4)).isoformat()
+    answer = ask(port, context, ACTIVATE, headers={"flwr-timestamp": signed_at}, content=b"x")
+    assert answer.status_code == (412 if said else 401)
+    assert said in answer.json().get("extra", "")
+    for odd in ("", "yesterday", "2026-01-01T00:00:00", "9" * 400):
+        assert ask(port, context, ACTIVATE, headers={"flwr-timestamp": odd}).status_code == 401

@@ -17,11 +17,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 import ssl
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 
 import httpx
@@ -43,14 +45,16 @@ from perfed.flower.listener import BACKLOG, listen
 from perfed.flower.protocol import Refused, one_line
 
 SITES = "/v1/fleet/"
+PLAIN = re.compile(r"[A-Za-z0-9_/-]+")  # what Flower's paths are made of
 NOT_PASSED = {"connection", "expect", "host", "transfer-encoding"}
 PATIENCE = httpx.Timeout(60.0)
 LARGEST_BODY = 32 * 2**20  # bytes; Flower sends messages in pieces of 5 MiB
 CLOSED = {"connection": "close"}  # nothing more is read from there
 
-KEY = "flwr-public-key"
+KEY, SIGNED_AT = "flwr-public-key", "flwr-timestamp"
 ACTIVATE = f"{SITES}activate-node"
 NOT_ACTIVATED = 2004  # Flower's number for it; a supernode prints what comes with it, and ends
+AHEAD, BEHIND = 5.0, 300.0  # seconds by which Flower lets a site's clock differ
 NODES = "/v1/control/list-nodes"
 PROTOBUF = "application/protobuf"
 REFUSED = 409  # the status of a refusal; its text is for the site
@@ -61,6 +65,10 @@ NO_TLS = "this port speaks TLS: start the supernode with --root-certificates, no
 TOO_SOON = (
     "A site with this key was here {ago:.0f} s ago, and is still counted as connected: if it was "
     "just stopped, start it again in a minute."
+)
+WRONG_CLOCK = (
+    "This site's clock is {seconds:.0f} s {way} the coordinator's, and at most {most:.0f} s are let "
+    "in: set the clock of one of them, best by NTP."
 )
 UNKNOWN = (
     "This key is not registered at the coordinator: its public part goes into 'certificates' there."
@@ -95,9 +103,11 @@ def gate(superlink: str, certificates: Path | None, run: Path) -> Starlette:
 
     async def let_pass(request: Request) -> Response:
         # What was checked is what is sent: the decoded path, and no way up out of it.
-        path = request.url.path
-        if ".." in path or "%" in path:
+        path: str = request.scope["path"]  # of a URL the Host would be a part
+        if not PLAIN.fullmatch(path):
             return await refuse(request)
+        if {"content-length", "transfer-encoding"} <= {*request.headers}:  # two ends of one body
+            return PlainTextResponse("a body has one length", 400, CLOSED)
         length = request.headers.get("content-length", "0")
         if not length.isdecimal() or len(length) > 18 or int(length) > LARGEST_BODY:
             return too_large()
@@ -105,7 +115,7 @@ def gate(superlink: str, certificates: Path | None, run: Path) -> Starlette:
         try:
             answer = await client.send(
                 client.build_request(
-                    "POST", path, headers=_passed(request.headers), content=_body(request)
+                    "POST", path, headers=_as_it_came(request), content=_body(request)
                 ),
                 stream=True,
             )
@@ -113,6 +123,11 @@ def gate(superlink: str, certificates: Path | None, run: Path) -> Starlette:
             return too_large()
         except (httpx.TransportError, ClientDisconnect):
             return PlainTextResponse("the superlink does not answer", 502, CLOSED)
+        if path == ACTIVATE and answer.status_code == 401:
+            # Flower says nothing of it, and its supernode ends without a word.
+            if why := _wrong_clock(request.headers.get(SIGNED_AT, "")):
+                await answer.aclose()
+                return JSONResponse(_flower_error(why), 412)
         if path == ACTIVATE and answer.status_code == 412:
             await answer.aclose()
             ago = time.monotonic() - seen.get(key, -float("inf"))
@@ -196,6 +211,19 @@ async def _content(answer: httpx.Response) -> AsyncIterator[bytes]:
         await answer.aclose()
 
 
+def _wrong_clock(signed_at: str) -> str:
+    """Why Flower refuses what was signed at this time; empty where that is not why."""
+    try:
+        age = (datetime.now(UTC) - datetime.fromisoformat(signed_at)).total_seconds()
+    except (TypeError, ValueError, OverflowError):  # no time, or one that names no zone
+        return ""
+    if age < -AHEAD:
+        return WRONG_CLOCK.format(seconds=-age, way="ahead of", most=AHEAD)
+    if age > BEHIND:
+        return WRONG_CLOCK.format(seconds=age, way="behind", most=BEHIND)
+    return ""
+
+
 def _unknown(began: float) -> str:
     """A gate that is old enough has seen every site that Flower still counts as connected."""
     age = time.monotonic() - began
@@ -211,6 +239,11 @@ def _no_tls() -> bytes:
     body = json.dumps(_flower_error(NO_TLS)).encode()
     head = "HTTP/1.1 412 Precondition Failed\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body
+
+
+def _as_it_came(request: Request) -> list[tuple[bytes, bytes]]:
+    """Bytes, each as often as it came: nobody behind here reads another one than the gate does."""
+    return [(name, value) for name, value in request.headers.raw if name.decode() not in NOT_PASSED]
 
 
 def _passed(headers: Mapping[str, str]) -> dict[str, str]:
