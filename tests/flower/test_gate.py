@@ -10,6 +10,7 @@ import socket
 import ssl
 import threading
 import time
+from base64 import b64encode
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -17,6 +18,10 @@ from typing import Any
 
 import httpx
 import pytest
+from cryptography.hazmat.primitives.asymmetric import ec
+from flwr.proto.control_pb2 import ListNodesResponse
+from flwr.proto.node_pb2 import NodeInfo
+from flwr.supercore.primitives.asymmetric import public_key_to_bytes, sign_message
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -24,8 +29,9 @@ from starlette.routing import Route
 
 from perfed.flower import gate as gate_module
 from perfed.flower.certificates import write_certificates
-from perfed.flower.gate import ACTIVATE, LARGEST_BODY, NO_TLS, gate
+from perfed.flower.gate import ACTIVATE, LARGEST_BODY, NO_TLS, SMALL_BODY, gate
 from perfed.flower.listener import Limits, listen
+from perfed.flower.registered import KEY, NODES, SIGNATURE, SIGNED_AT
 
 PATIENT = Limits(handshake=30, header=30, request=60, per_address=10, connections=20)
 
@@ -55,16 +61,31 @@ class Serving:
         self._listener.close()
 
 
+SITE_KEY = ec.generate_private_key(ec.SECP384R1())
+
+
+def signed(key: ec.EllipticCurvePrivateKey = SITE_KEY, at: str = "") -> dict[str, str]:
+    """As a supernode signs."""
+    at = at or datetime.now(UTC).isoformat()
+    own = {
+        KEY: public_key_to_bytes(key.public_key()),
+        SIGNATURE: sign_message(key, at.encode()),
+    }
+    return {name: b64encode(value).decode() for name, value in own.items()} | {SIGNED_AT: at}
+
+
 class Superlink:
     """What is behind the gate: it knows the key "good", for the first time it is shown."""
 
     def __init__(self) -> None:
         self.received: list[int] = []
         self.keys: list[list[str]] = []
+        self.asked = 0
         routes = [
             Route(ACTIVATE, self.activate, methods=["POST"]),
             Route("/v1/fleet/push-object", self.take, methods=["POST"]),
             Route("/v1/fleet/pull-object", self.give, methods=["POST"]),
+            Route(NODES, self.nodes, methods=["POST"]),
         ]
         self.app = Starlette(routes=routes)
         self._active = False
@@ -77,6 +98,11 @@ class Superlink:
             return JSONResponse({"code": 2004, "detail": "Failed to activate SuperNode."}, 412)
         self._active = True
         return Response(b"node")
+
+    async def nodes(self, request: Request) -> Response:
+        self.asked += 1
+        known = [NodeInfo(public_key=public_key_to_bytes(SITE_KEY.public_key()), status="online")]
+        return Response(ListNodesResponse(nodes_info=known).SerializeToString())
 
     async def take(self, request: Request) -> Response:
         self.received.append(0)
@@ -151,9 +177,9 @@ def is_closed(connection: socket.socket) -> bool:
 def test_what_passes_comes_out_as_it_went_in(open_gate: Callable[..., Door]) -> None:
     port, context, superlink = open_gate()
     body = b"x" * (5 * 2**20)
-    assert ask(port, context, content=body).content == b"taken"
+    assert ask(port, context, content=body, headers=signed()).content == b"taken"
     pieces = (body[:1000] for _ in range(3))
-    assert ask(port, context, content=pieces).content == b"taken"  # chunked
+    assert ask(port, context, content=pieces, headers=signed()).content == b"taken"  # chunked
     assert superlink.received == [len(body), 3000]
     assert len(ask(port, context, "/v1/fleet/pull-object").content) == 20 * 2**20
     assert ask(port, context, "/v1/control/x").status_code == 403
@@ -161,7 +187,7 @@ def test_what_passes_comes_out_as_it_went_in(open_gate: Callable[..., Door]) -> 
 
 @pytest.mark.attack(14)
 @pytest.mark.parametrize("chunked", [False, True])
-def test_600_megabytes_without_a_key_are_refused_early(
+def test_600_megabytes_are_refused_early(
     chunked: bool, open_gate: Callable[..., Door], request: pytest.FixtureRequest
 ) -> None:
     port, context, superlink = open_gate()
@@ -176,7 +202,7 @@ def test_600_megabytes_without_a_key_are_refused_early(
             sent += len(piece)
             yield piece
 
-    headers = {} if chunked else {"Content-Length": str(600 * 2**20)}
+    headers = signed() | ({} if chunked else {"Content-Length": str(600 * 2**20)})
     with contextlib.suppress(OSError):  # it is closed while this side still writes
         connection.request("POST", "/v1/fleet/push-object", pieces(), headers)
         assert connection.getresponse().status == 413
@@ -185,6 +211,26 @@ def test_600_megabytes_without_a_key_are_refused_early(
     assert ask(port, context, content=b"next").content == b"taken"
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown < 60 * 1024  # kilobytes, of this side and the superlink, too
+
+
+@pytest.mark.attack(14)
+def test_a_large_body_goes_on_for_a_registered_key_alone(open_gate: Callable[..., Door]) -> None:
+    """The superlink would keep it in memory before it looks who sends it."""
+    port, context, superlink = open_gate()
+    body = b"x" * (SMALL_BODY + 1)
+    stranger, theirs = ec.generate_private_key(ec.SECP384R1()), signed()
+    borrowed = signed(stranger) | {KEY: theirs[KEY]}
+    nonsense = signed() | {SIGNATURE: "é", SIGNED_AT: "x"}
+    for headers in ({}, signed(stranger), borrowed, {**theirs, SIGNED_AT: "then"}, {KEY: "????"}):
+        assert ask(port, context, content=body, headers=headers).status_code == 401
+        in_pieces = ask(port, context, content=iter([b"x"]), headers=headers)
+        assert in_pieces.status_code == 401
+    raw = [(name.encode(), value.encode("latin-1")) for name, value in nonsense.items()]
+    assert ask(port, context, content=body, headers=raw).status_code == 401
+    assert superlink.received == []
+    assert superlink.asked < 5  # not for each of them
+    assert ask(port, context, content=body, headers=theirs).content == b"taken"
+    assert ask(port, context, content=body[1:]).content == b"taken"  # it decides itself
 
 
 @pytest.mark.attack("gate-large-header")
@@ -218,7 +264,7 @@ def test_a_body_that_does_not_go_on_is_not_waited_for(open_gate: Callable[..., D
         assert is_closed(slow)
     with connected(port, context) as drop_by_drop:
         drop_by_drop.sendall(b"POST /v1/fleet/push-object HTTP/1.1\r\nHost: x\r\n")
-        drop_by_drop.sendall(b"Content-Length: 100000\r\n\r\n")
+        drop_by_drop.sendall(b"Content-Length: 60000\r\n\r\n")
         ends = time.monotonic() + 60
         with contextlib.suppress(OSError):
             while time.monotonic() < ends:
@@ -343,8 +389,8 @@ def test_headers_pass_as_they_came(open_gate: Callable[..., Door]) -> None:
 @pytest.mark.parametrize(
     ("seconds", "said"),
     [
-        (40, "40 s ahead of the coordinator's, and at most 5 s"),
-        (-900, "900 s behind the coordinator's, and at most 300 s"),
+        (40, "40 s ahead of the coordinator's, and at most 5 s are"),
+        (-900, "900 s behind the coordinator's, and at most 300 s are"),
         (0, ""),
     ],
 )

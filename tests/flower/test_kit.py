@@ -100,7 +100,9 @@ def packed(kit: Path, more: dict[str, bytes]) -> Path:
 
 
 @pytest.mark.attack("kit-with-code")
-@pytest.mark.parametrize("name", ["data.py", "perfed/__init__.py", "state-0/approved.json", "net.so"])
+@pytest.mark.parametrize(
+    "name", ["data.py", "perfed/__init__.py", "state-0/approved.json", "net.so"]
+)
 def test_a_kit_brings_no_code_and_no_state(tmp_path: Path, name: str) -> None:
     initialise(tmp_path / "trial", 1, tls=True, hosts=[])
     kit = packed(tmp_path / "trial" / "kits" / "site-0.tar.gz", {f"site-0/{name}": b""})

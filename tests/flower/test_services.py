@@ -110,8 +110,8 @@ def test_a_key_that_cannot_be_registered_yet_is_registered_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Whatever its name; and what is wrong is said once."""
-    clock = SimpleNamespace(monotonic=lambda: now)
-    monkeypatch.setattr(services, "time", clock)
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(services, "time", SimpleNamespace(monotonic=lambda: clock.now))
     answers = [(1, "the superlink is\nnot there"), (1, "the superlink is\nnot there"), (0, "")]
     asked: list[str] = []
 
@@ -121,7 +121,7 @@ def test_a_key_that_cannot_be_registered_yet_is_registered_later(
 
     (tmp_path / "hospital.pub").touch()
     registrar = Registrar(perform, tmp_path)
-    for now in (0.0, 5.0, 35.0, 70.0, 105.0):
+    for clock.now in (0.0, 5.0, 35.0, 70.0, 105.0):
         registrar.look()
     assert asked == ["hospital.pub"] * 3
     said = [line.partition("Z ")[2] for line in capsys.readouterr().out.splitlines()]
