@@ -183,6 +183,20 @@ def federation_start(
     start(app or (signed if signed.is_file() else Path("app")), database, stream)
 
 
+@federation.command("unregister")
+def federation_unregister(
+    key: Annotated[
+        Path, typer.Argument(metavar="KEY.PUB", help="Its file: certificates/site-1.pub, say.")
+    ],
+) -> None:
+    """Let a site come in no more: it left, or its key was stolen. While 'serve' runs."""
+    initialise.require_flower()
+    from perfed.flower.unregistering import unregister
+
+    os.environ.setdefault("FLWR_HOME", str(Path("flwr-home").absolute()))
+    print(f"this key is registered no more; its file is now {unregister(key)}")
+
+
 @federation.command("release")
 def federation_release(
     file: Annotated[Path, typer.Argument(metavar="COORDINATOR.YAML")],
