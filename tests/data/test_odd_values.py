@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch.utils.data import TensorDataset
 
 from perfed import Split, datasets, partitions
@@ -15,6 +16,7 @@ from perfed.core.errors import ConfigError, DataError
 from perfed.core.notices import say_once
 from perfed.data import build_federation, huggingface
 from perfed.data.datasets import Samples
+from perfed.data.readers import Look, decoded_picture, read_pictures
 from perfed.data.sources import MOST_OUTPUTS
 from tests.data import own_files
 
@@ -154,3 +156,18 @@ def test_measurements_are_no_labels(tmp_path: Path, caplog: pytest.LogCaptureFix
         "column 'label' has 300 different values such as 0.0 and 1.0",
         "labels are 300 different float64 numbers",
     ]
+
+
+@pytest.mark.attack("wide-pixels")
+@pytest.mark.parametrize(
+    ("kind", "ending"),
+    [("uint16", "png"), ("uint16", "tiff"), ("int32", "tiff"), ("float32", "tiff")],
+)
+def test_pictures_of_more_than_bytes_are_refused(tmp_path: Path, kind: str, ending: str) -> None:
+    """As a scanner writes them. All but the darkest of it would become white, without a word."""
+    file = tmp_path / f"scan.{ending}"
+    Image.fromarray((np.arange(64).reshape(8, 8) * 60).astype(kind)).save(file)
+    with pytest.raises(DataError, match=r"scan\.\w+:? is no picture of bytes: .* with 8 bits"):
+        read_pictures([file])
+    with pytest.raises(DataError, match="save it with 8 bits"):
+        decoded_picture(file.read_bytes(), Look((8, 8), grey=True))

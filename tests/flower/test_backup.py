@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import os
 import shutil
 import subprocess
+import tarfile
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -76,6 +79,48 @@ def test_the_way_back_to_an_older_version(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "other.tar.gz").write_bytes(b"nonsense")
     with pytest.raises(RunError, match="is no backup of a site"):
         restore(site, tmp_path / "other.tar.gz")
+    assert contents(state_of(site)) == before
+
+
+@pytest.mark.attack("links-in-a-backup")
+def test_a_backup_leaves_nothing_out_and_nobody_else_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that was moved to a larger disk, with a link in its place, would not be in it."""
+    folder = write_federation(tmp_path / "f", rounds=1)
+    run(folder, desk(folder))
+    site, saved = folder / "site-0.yaml", tmp_path / "saved.tar.gz"
+    modes = []
+    replace = os.replace
+    monkeypatch.setattr(
+        os, "replace", lambda a, b: (modes.append(os.stat(a).st_mode & 0o777), replace(a, b))
+    )
+    backup(site, saved)
+    assert modes == [saved.stat().st_mode & 0o777] == [0o600]
+    (held,) = (path for path in state_of(site).iterdir() if path.is_dir())
+    held.rename(tmp_path / "large-disk")
+    held.symlink_to(tmp_path / "large-disk")
+    with pytest.raises(RunError, match="is a link, and a backup would not hold what it leads to"):
+        backup(site, tmp_path / "second.tar.gz")
+    assert not (tmp_path / "second.tar.gz").exists()
+
+
+@pytest.mark.attack("links-in-a-backup")
+@pytest.mark.parametrize("leads", ["/etc", "../..", "."])
+def test_a_backup_with_links_out_of_it_is_not_restored(tmp_path: Path, leads: str) -> None:
+    folder = write_federation(tmp_path / "f", rounds=1)
+    run(folder, desk(folder))
+    site, saved = folder / "site-0.yaml", tmp_path / "saved.tar.gz"
+    before = contents(state_of(site))
+    with tarfile.open(saved, "w:gz") as archive:
+        version = tarfile.TarInfo("perfed-version")
+        version.size = len(perfed.__version__)
+        archive.addfile(version, io.BytesIO(perfed.__version__.encode()))
+        link = tarfile.TarInfo("state")
+        link.type, link.linkname = tarfile.SYMTYPE, leads
+        archive.addfile(link)
+    with pytest.raises(RunError, match="is no backup of a site"):
+        restore(site, saved)
     assert contents(state_of(site)) == before
 
 

@@ -223,6 +223,36 @@ def test_with_tls_only_registered_sites_and_a_signed_app_take_part(tmp_path: Pat
     assert any(Mixture.marker in file for file in files)  # of two models
 
 
+@pytest.mark.long
+@pytest.mark.attack("stolen-key")
+def test_a_key_that_was_stolen_is_shut_out_at_once_and_for_good(tmp_path: Path) -> None:
+    certificates = tmp_path / "certificates"
+    write_certificates(certificates, 2, [])
+    theirs, others = (certificates / f"site-{n}.pub" for n in range(2))
+    folder = write_federation(tmp_path / "federation", options=PROCESSES)
+    trusted = ["--root-certificates", str(certificates / "ca.crt")]
+    key = ["--auth-supernode-private-key", str(certificates / "site-0")]
+    with network(tmp_path / "net", warm.programs(), certificates=certificates) as net:
+        net.superlink()
+        net.gate()
+        register = ["flwr", "supernode", "register"]
+        for public in (theirs, others):
+            assert net.start("register", *register, str(public), "loop").code() == 0
+        thief = net.supernode("thief", folder / "site-0.yaml", *trusted, *key)
+        wait_until(lambda: "SuperNode ID" in thief.text(), f"it is let in:\n{thief.text()}")
+        unregister = ["perfed", "federation", "unregister", str(theirs)]
+        done = net.start("unregister", *unregister)
+        assert done.code() == 0, done.text()
+        kept = certificates / "site-0.pub.unregistered"
+        assert f"its file is now {kept}" in done.text()
+        wait_until(thief.ended, f"it is let in no more:\n{thief.text()}")
+        assert net.start("anew", *register, str(kept), "loop").code() != 0
+        kept.rename(theirs)
+        again = net.start("again", *unregister)
+        assert (again.code(), "knows no site with the key" in again.text()) == (2, True)
+        assert others.is_file()
+
+
 def assert_only_sites_pass(port: int, certificates: Path) -> None:
     """Neither the operator's requests nor a way round by dots get through the gate."""
     context = ssl.create_default_context(cafile=str(certificates / "ca.crt"))

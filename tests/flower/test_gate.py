@@ -10,12 +10,18 @@ import socket
 import ssl
 import threading
 import time
+from base64 import b64encode
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from cryptography.hazmat.primitives.asymmetric import ec
+from flwr.proto.control_pb2 import ListNodesResponse
+from flwr.proto.node_pb2 import NodeInfo
+from flwr.supercore.primitives.asymmetric import public_key_to_bytes, sign_message
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -23,8 +29,9 @@ from starlette.routing import Route
 
 from perfed.flower import gate as gate_module
 from perfed.flower.certificates import write_certificates
-from perfed.flower.gate import ACTIVATE, LARGEST_BODY, NO_TLS, gate
+from perfed.flower.gate import ACTIVATE, LARGEST_BODY, NO_TLS, SMALL_BODY, gate
 from perfed.flower.listener import Limits, listen
+from perfed.flower.registered import KEY, NODES, SIGNATURE, SIGNED_AT
 
 PATIENT = Limits(handshake=30, header=30, request=60, per_address=10, connections=20)
 
@@ -54,24 +61,48 @@ class Serving:
         self._listener.close()
 
 
+SITE_KEY = ec.generate_private_key(ec.SECP384R1())
+
+
+def signed(key: ec.EllipticCurvePrivateKey = SITE_KEY, at: str = "") -> dict[str, str]:
+    """As a supernode signs."""
+    at = at or datetime.now(UTC).isoformat()
+    own = {
+        KEY: public_key_to_bytes(key.public_key()),
+        SIGNATURE: sign_message(key, at.encode()),
+    }
+    return {name: b64encode(value).decode() for name, value in own.items()} | {SIGNED_AT: at}
+
+
 class Superlink:
     """What is behind the gate: it knows the key "good", for the first time it is shown."""
 
     def __init__(self) -> None:
         self.received: list[int] = []
+        self.keys: list[list[str]] = []
+        self.asked = 0
         routes = [
             Route(ACTIVATE, self.activate, methods=["POST"]),
             Route("/v1/fleet/push-object", self.take, methods=["POST"]),
             Route("/v1/fleet/pull-object", self.give, methods=["POST"]),
+            Route(NODES, self.nodes, methods=["POST"]),
         ]
         self.app = Starlette(routes=routes)
         self._active = False
 
     async def activate(self, request: Request) -> Response:
+        self.keys.append(request.headers.getlist("flwr-public-key"))
+        if "flwr-timestamp" in request.headers:  # as Flower answers who signed at a wrong time
+            return JSONResponse({"detail": "Invalid SuperNode authentication"}, 401)
         if request.headers["flwr-public-key"] != "good" or self._active:
             return JSONResponse({"code": 2004, "detail": "Failed to activate SuperNode."}, 412)
         self._active = True
         return Response(b"node")
+
+    async def nodes(self, request: Request) -> Response:
+        self.asked += 1
+        known = [NodeInfo(public_key=public_key_to_bytes(SITE_KEY.public_key()), status="online")]
+        return Response(ListNodesResponse(nodes_info=known).SerializeToString())
 
     async def take(self, request: Request) -> Response:
         self.received.append(0)
@@ -146,9 +177,9 @@ def is_closed(connection: socket.socket) -> bool:
 def test_what_passes_comes_out_as_it_went_in(open_gate: Callable[..., Door]) -> None:
     port, context, superlink = open_gate()
     body = b"x" * (5 * 2**20)
-    assert ask(port, context, content=body).content == b"taken"
+    assert ask(port, context, content=body, headers=signed()).content == b"taken"
     pieces = (body[:1000] for _ in range(3))
-    assert ask(port, context, content=pieces).content == b"taken"  # chunked
+    assert ask(port, context, content=pieces, headers=signed()).content == b"taken"  # chunked
     assert superlink.received == [len(body), 3000]
     assert len(ask(port, context, "/v1/fleet/pull-object").content) == 20 * 2**20
     assert ask(port, context, "/v1/control/x").status_code == 403
@@ -156,7 +187,7 @@ def test_what_passes_comes_out_as_it_went_in(open_gate: Callable[..., Door]) -> 
 
 @pytest.mark.attack(14)
 @pytest.mark.parametrize("chunked", [False, True])
-def test_600_megabytes_without_a_key_are_refused_early(
+def test_600_megabytes_are_refused_early(
     chunked: bool, open_gate: Callable[..., Door], request: pytest.FixtureRequest
 ) -> None:
     port, context, superlink = open_gate()
@@ -171,7 +202,7 @@ def test_600_megabytes_without_a_key_are_refused_early(
             sent += len(piece)
             yield piece
 
-    headers = {} if chunked else {"Content-Length": str(600 * 2**20)}
+    headers = signed() | ({} if chunked else {"Content-Length": str(600 * 2**20)})
     with contextlib.suppress(OSError):  # it is closed while this side still writes
         connection.request("POST", "/v1/fleet/push-object", pieces(), headers)
         assert connection.getresponse().status == 413
@@ -180,6 +211,26 @@ def test_600_megabytes_without_a_key_are_refused_early(
     assert ask(port, context, content=b"next").content == b"taken"
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown < 60 * 1024  # kilobytes, of this side and the superlink, too
+
+
+@pytest.mark.attack(14)
+def test_a_large_body_goes_on_for_a_registered_key_alone(open_gate: Callable[..., Door]) -> None:
+    """The superlink would keep it in memory before it looks who sends it."""
+    port, context, superlink = open_gate()
+    body = b"x" * (SMALL_BODY + 1)
+    stranger, theirs = ec.generate_private_key(ec.SECP384R1()), signed()
+    borrowed = signed(stranger) | {KEY: theirs[KEY]}
+    nonsense = signed() | {SIGNATURE: "é", SIGNED_AT: "x"}
+    for headers in ({}, signed(stranger), borrowed, {**theirs, SIGNED_AT: "then"}, {KEY: "????"}):
+        assert ask(port, context, content=body, headers=headers).status_code == 401
+        in_pieces = ask(port, context, content=iter([b"x"]), headers=headers)
+        assert in_pieces.status_code == 401
+    raw = [(name.encode(), value.encode("latin-1")) for name, value in nonsense.items()]
+    assert ask(port, context, content=body, headers=raw).status_code == 401
+    assert superlink.received == []
+    assert superlink.asked < 5  # not for each of them
+    assert ask(port, context, content=body, headers=theirs).content == b"taken"
+    assert ask(port, context, content=body[1:]).content == b"taken"  # it decides itself
 
 
 @pytest.mark.attack("gate-large-header")
@@ -213,7 +264,7 @@ def test_a_body_that_does_not_go_on_is_not_waited_for(open_gate: Callable[..., D
         assert is_closed(slow)
     with connected(port, context) as drop_by_drop:
         drop_by_drop.sendall(b"POST /v1/fleet/push-object HTTP/1.1\r\nHost: x\r\n")
-        drop_by_drop.sendall(b"Content-Length: 100000\r\n\r\n")
+        drop_by_drop.sendall(b"Content-Length: 60000\r\n\r\n")
         ends = time.monotonic() + 60
         with contextlib.suppress(OSError):
             while time.monotonic() < ends:
@@ -270,3 +321,86 @@ def test_a_wrong_key_and_a_start_too_soon_are_told_apart(open_gate: Callable[...
     assert again.status_code == 412
     assert "is still counted as connected" in again.json()["extra"]
     assert "This key is not registered" in activate("bad").json()["extra"]
+
+
+def spoken(port: int, context: ssl.SSLContext, line: str, *headers: str, body: str = "") -> bytes:
+    """What comes back for a request that no library would write."""
+    lines = [f"POST {line} HTTP/1.1", "Host: x", "Connection: close", *headers, "", body]
+    with connected(port, context) as connection:
+        connection.sendall("\r\n".join(lines).encode("latin-1"))
+        answer = b""
+        while piece := connection.recv(2**16):
+            answer += piece
+    return answer
+
+
+TO_CONTROL = "POST /v1/control/x HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n"
+CHUNKED = "Transfer-Encoding: chunked"
+
+
+@pytest.mark.attack("gate-smuggling")
+@pytest.mark.parametrize(
+    ("headers", "body"),
+    [
+        (["Content-Length: 5", CHUNKED], f"0\r\n\r\n{TO_CONTROL}"),
+        (["Content-Length: 2", CHUNKED], "40\r\n" + "x" * 64 + "\r\n0\r\n\r\n"),
+        ([f"Content-Length: {len(TO_CONTROL)}", "Content-Length: 0"], TO_CONTROL),
+        (["Content-Length : 9"], TO_CONTROL),
+        ([CHUNKED, "Transfer-Encoding: identity"], f"0\r\n\r\n{TO_CONTROL}"),
+    ],
+)
+def test_a_body_with_two_ends_goes_nowhere(
+    headers: list[str], body: str, open_gate: Callable[..., Door]
+) -> None:
+    port, context, superlink = open_gate()
+    answer = spoken(port, context, "/v1/fleet/push-object", *headers, body=body)
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert answer.count(b"HTTP/1.1") == 1
+    assert superlink.received == []
+
+
+@pytest.mark.attack("gate-odd-requests")
+@pytest.mark.parametrize(
+    "path",
+    ["x%1b[2J", "x%20y", "x%3Fy", "x%23y", "%c3%a9", "%ef%bc%8e%ef%bc%8e/control", "x%5c..%5cy"],
+)
+def test_a_path_of_other_signs_is_refused_in_a_word(
+    path: str, open_gate: Callable[..., Door]
+) -> None:
+    port, context, _ = open_gate()
+    answer = spoken(port, context, f"/v1/fleet/{path}", "Content-Length: 0")
+    assert answer.startswith(b"HTTP/1.1 403")
+
+
+@pytest.mark.attack("gate-odd-requests")
+def test_headers_pass_as_they_came(open_gate: Callable[..., Door]) -> None:
+    """Bytes that are no ASCII, one header twice, and a Host that is a path."""
+    port, context, superlink = open_gate()
+    odd = ["flwr-public-key: \xe9", "flwr-public-key: b", "X: \xff", "Content-Length: 0"]
+    assert spoken(port, context, ACTIVATE, *odd).startswith(b"HTTP/1.1 412")
+    assert superlink.keys == [["\xe9", "b"]]
+    host = "Host: y/v1/control/list-nodes?"
+    assert spoken(port, context, ACTIVATE, host).startswith(b"HTTP/1.1 400")
+    asked = ask(port, context, ACTIVATE, headers={"host": host[6:], "flwr-public-key": "good"})
+    assert asked.content == b"node"  # where the path leads, not the host
+
+
+@pytest.mark.attack("wrong-clock")
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (40, "40 s ahead of the coordinator's, and at most 5 s are"),
+        (-900, "900 s behind the coordinator's, and at most 300 s are"),
+        (0, ""),
+    ],
+)
+def test_a_site_with_a_wrong_clock_is_told_so(
+    seconds: float, said: str, open_gate: Callable[..., Door]
+) -> None:
+    port, context, _ = open_gate()
+    signed_at = (datetime.now(UTC) + timedelta(seconds=seconds + 0.4)).isoformat()
+    answer = ask(port, context, ACTIVATE, headers={"flwr-timestamp": signed_at}, content=b"x")
+    assert answer.status_code == (412 if said else 401)
+    assert said in answer.json().get("extra", "")
+    for odd in ("", "yesterday", "2026-01-01T00:00:00", "9" * 400):
+        assert ask(port, context, ACTIVATE, headers={"flwr-timestamp": odd}).status_code == 401

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import shlex
 import stat
+import subprocess
 import tarfile
 from pathlib import Path
 
@@ -83,6 +85,52 @@ def test_an_archive_that_is_no_kit_leaves_nothing(tmp_path: Path, name: str) -> 
     kit.write_bytes(b"nonsense")
     with pytest.raises(ConfigError, match="is no kit"):
         open_kit(kit)
+
+
+def packed(kit: Path, more: dict[str, bytes]) -> Path:
+    """A kit, with other or further files in it."""
+    with tarfile.open(kit) as archive:
+        files = {e.name: archive.extractfile(e).read() for e in archive}  # type: ignore[union-attr]
+    with tarfile.open(kit, "w:gz") as archive:
+        for name, content in (files | more).items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            archive.addfile(entry, io.BytesIO(content))
+    return kit
+
+
+@pytest.mark.attack("kit-with-code")
+@pytest.mark.parametrize(
+    "name", ["data.py", "perfed/__init__.py", "state-0/approved.json", "net.so"]
+)
+def test_a_kit_brings_no_code_and_no_state(tmp_path: Path, name: str) -> None:
+    initialise(tmp_path / "trial", 1, tls=True, hosts=[])
+    kit = packed(tmp_path / "trial" / "kits" / "site-0.tar.gz", {f"site-0/{name}": b""})
+    with pytest.raises(ConfigError, match=f"is no kit: it has 'site-0/{name}'"):
+        open_kit(kit)
+    assert [path.name for path in kit.parent.iterdir()] == [kit.name]
+
+
+def test_a_newer_kit_is_not_overlooked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What it says brings the new address, and leaves what the site has written."""
+    trial = tmp_path / "trial"
+    initialise(trial, 1, tls=True, hosts=[])
+    kit = trial / "kits" / "site-0.tar.gz"
+    site = open_kit(kit)
+    (site / "site.yaml").write_text("mine")
+    (site / "trusted-entities.yaml").write_text("mine")
+    assert open_kit(kit) == site
+    assert capsys.readouterr().out == ""
+    write_kits(trial, "link.example.org:8444")
+    assert open_kit(kit) == site
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1
+    assert "another link.yaml; to take it: " in said
+    subprocess.run(shlex.split(said.partition("to take it: ")[2]), check=True)
+    assert read_link(site).superlink == "link.example.org:8444"
+    assert (site / "site.yaml").read_text() == "mine"
+    open_kit(kit)
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("text", ["superlink: here", "superlink: a:b", "superlnk: a:1", "[]"])

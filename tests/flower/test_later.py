@@ -28,7 +28,7 @@ from perfed.core.errors import PerfedError
 from perfed.flower import asking, later
 from perfed.flower.asking import LONGEST_QUESTION, PATH, Question
 from perfed.flower.certificates import write_certificates, write_node_key
-from perfed.flower.gate import NODES, _own, gate
+from perfed.flower.gate import _own, gate
 from perfed.flower.handout import Handout, find_handout
 from perfed.flower.kit import LINK_FILE
 from perfed.flower.later import fetch, learn
@@ -36,6 +36,7 @@ from perfed.flower.ledger import Ledger
 from perfed.flower.listener import Limits
 from perfed.flower.protocol import ROUND
 from perfed.flower.purse import Purse
+from perfed.flower.registered import NODES
 from perfed.flower.site import Site
 from tests.conftest import spec
 from tests.flower.processes import free_port

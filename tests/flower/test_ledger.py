@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -9,7 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -91,6 +92,33 @@ def test_what_is_no_envelope_is_in_it_too(folder: Path, monkeypatch: pytest.Monk
     assert len(asked["kind"]) < 600
     assert asked["kind"].isprintable()
     assert failed["why"] == "failed with ZeroDivisionError; its log says more"
+
+
+@pytest.mark.attack("disk-full-at-a-site")
+def test_a_disk_that_fills_in_a_round_is_named_and_nothing_is_lost(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = site(folder)
+    join(here)
+    play(here, 0)
+    write = tensorfile.write_atomically
+
+    def full(path: Path, *pieces: tensorfile.Piece) -> None:
+        if path.name == "checkpoint.safetensors":
+            raise OSError(errno.ENOSPC, "where patient 7 is", str(path))
+        write(path, *pieces)
+
+    monkeypatch.setattr(client_app, "FlowerMessage", lambda content, reply_to: content)
+    monkeypatch.setattr(tensorfile, "write_atomically", full)
+    context = Context(1, 1, {"site": str(folder / "site-0.yaml")}, RecordDict(), {})
+    centroids = Message(centroids=torch.full((2, 30, 10), 0.1))
+    asked = Envelope(header(here, ROUND, 1), centroids)
+    sent: Any = SimpleNamespace(content=codec.encode(asked))
+    answer = codec.decode(cast(Any, client_app.answer(sent, context)))
+    assert answer.refusal == "failed with OSError (No space left on device); its log says more"
+    monkeypatch.undo()
+    assert play(here, 1).message
+    assert here.ledger.read().faults == []
 
 
 def lines_of(folder: Path) -> list[bytes]:

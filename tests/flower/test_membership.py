@@ -196,7 +196,8 @@ def test_a_number_belongs_to_its_first_site_also_while_that_is_away(
     before, now = ("key SHA256:first", "key SHA256:second") if keys else ("site aaaa", "site bbbb")
     assert f"already, {before}" in said[-1]
     assert f"give this one, {now}" in said[-1]
-    assert said[-1].startswith("node 11 may not join: ")
+    who = "node 11 with the key SHA256:second" if keys else "node 11"
+    assert said[-1].startswith(f"{who} may not join: ")
     assert hall.notices[-1][0] == 11
     assert hall.notices[-1][1] in said[-1]
     assert "secret" not in "".join(said)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
+import socket
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from perfed.flower.installing import dashboard
+from perfed.flower.metrics import health_of_site, of_site
 from perfed.flower.overview import look
 from tests import warm
 from tests.flower.processes import free_port, listens, wait_until
@@ -68,6 +71,8 @@ def test_a_coordinator_and_a_site_are_watched_from_their_files(tmp_path: Path) -
         ledger = (folder / "state-1" / "ledger.jsonl").read_text().splitlines()
         assert own["perfed_ledger_lines", "left"] == sum('"left"' in line for line in ledger)
         assert fetched(ports[0], "/else")[0] == 404
+        with socket.create_connection(("127.0.0.1", ports[1])):  # and says nothing
+            assert fetched(ports[1], "/health")[0] == 200
         (folder / "state-1" / "ledger.jsonl").write_text("\n".join(ledger[1:]) + "\n")
         assert fetched(ports[1], "/health")[0] == 503  # somebody has changed the ledger
     finally:
@@ -75,6 +80,33 @@ def test_a_coordinator_and_a_site_are_watched_from_their_files(tmp_path: Path) -
             os.kill(process.pid, signal.SIGTERM)
             process.wait(60)
     assert_dashboard_asks_for(text)
+
+
+@pytest.mark.attack("metrics-of-damaged-files")
+@pytest.mark.parametrize("report", ['{"round": 0, "test_accuracy": 0.5}\n{"rou', "", "[]", "\0"])
+def test_damaged_files_of_a_site_are_no_end_of_its_metrics(tmp_path: Path, report: str) -> None:
+    folder = write_federation(tmp_path / "f", rounds=1)
+    run(folder, desk(folder))
+    state = folder / "state-0"
+    (path,) = state.glob("*/report.jsonl")
+    path.write_text(report)
+    ledger = (state / "ledger.jsonl").read_text()
+    (state / "ledger.jsonl").write_text(ledger.replace('"event":"asked"', '"event":["asked"]', 1))
+    told = {name: values for name, _, values in of_site(folder / "site-0.yaml")}
+    assert told["perfed_ledger_lines"]["asked"] == ledger.count('"event":"asked"') - 1
+    assert ("perfed_own_round" in told) == report.startswith("{")
+
+
+@pytest.mark.attack("disk-full-at-a-site")
+def test_a_site_whose_disk_is_full_is_not_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_federation(tmp_path / "f", rounds=1)
+    run(folder, desk(folder))
+    assert health_of_site(folder / "site-0.yaml") == ""
+    full = shutil.disk_usage(folder)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
+    assert "no space is left" in health_of_site(folder / "site-0.yaml")
 
 
 def assert_dashboard_asks_for(text: str) -> None:

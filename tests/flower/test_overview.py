@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
+from perfed import cli
 from perfed.flower.coordinator import coordinate
 from perfed.flower.overview import DEAD, FINISHED, look
 from perfed.flower.protocol import JOIN
@@ -15,6 +17,7 @@ from perfed.flower.saying import LOG, logging_to
 from perfed.flower.services import DeathWatch
 from perfed.flower.upkeep import status
 from perfed.runs.directory import RunDirectory
+from perfed.use import open_model
 from tests.flower.setting import desk, write_federation
 from tests.flower.test_coordinator import lines, run
 from tests.flower.test_upkeep import Killed
@@ -68,6 +71,33 @@ def test_who_may_not_join_is_in_the_status(tmp_path: Path) -> None:
     assert re.search(r"^2 +never came .* is not there$", told, re.MULTILINE)
 
 
+def asked(monkeypatch: pytest.MonkeyPatch, *words: object) -> object:
+    monkeypatch.setattr(sys, "argv", ["perfed", *map(str, words)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return ended.value.code or 0
+
+
+def test_before_the_first_run_status_says_how_one_begins(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert asked(monkeypatch, "federation", "status", tmp_path / "run") == 2
+    assert "no run has begun in" in (said := capsys.readouterr().err)
+    assert "'perfed federation start' begins it" in said
+
+
+@pytest.mark.parametrize("command", ["check", "ledger", "approve", "backup"])
+def test_a_kits_folder_stands_for_the_file_in_it(
+    tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_federation(tmp_path / "f", rounds=1)
+    run(folder, desk(folder))
+    (folder / "site-0.yaml").rename(folder / "site.yaml")
+    more = [tmp_path / "new.tar.gz"] if command == "backup" else []
+    assert asked(monkeypatch, "site", command, folder, *more) == 0
+    assert open_model(folder).card["run"] == "trial"
+
+
 def test_a_process_that_is_gone_is_noticed_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -95,6 +125,11 @@ def test_the_log_has_every_line_with_its_time_and_does_not_grow_for_ever(
     assert entry["line"] == 'a "quoted" line'
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", entry["time"])
     assert capsys.readouterr().out == f'perfed: {entry["time"]} a "quoted" line\n'
+    with open(tmp_path / LOG, "a") as file:
+        file.write('{"time": "2026')  # killed, or the disk was full
+    tell("whole")
+    assert json.loads((tmp_path / LOG).read_text().splitlines()[-1])["line"] == "whole"
+    capsys.readouterr()
     monkeypatch.setattr("perfed.flower.saying.LARGEST", 10)
     tell("next")
     assert len((tmp_path / LOG).read_text().splitlines()) == 1

@@ -225,9 +225,33 @@ def test_a_corrupt_checkpoint_is_reported_not_replaced(folder: Path) -> None:
     join(site(folder))
     play(site(folder), 0)
     path = folder / "state-0" / "trial-1" / "checkpoint.safetensors"
-    path.write_bytes(path.read_bytes()[:1000])
-    assert "is corrupt" in play(site(folder), 1).refusal
-    assert len(path.read_bytes()) == 1000
+    whole = path.read_bytes()
+    number = int.from_bytes(whole[:8], "little") + 8 + 3  # a byte of a weight
+    flipped = whole[:number] + bytes([whole[number] ^ 0x40]) + whole[number + 1 :]
+    later = whole.replace(b'\\"round\\": 0', b'\\"round\\": 1')
+    for damaged in (whole[:1000], flipped, later):
+        assert damaged != whole
+        path.write_bytes(damaged)
+        refusal = play(site(folder), 1).refusal
+        assert "is corrupt" in refusal
+        assert "'perfed site restore'" in refusal
+        assert path.read_bytes() == damaged
+    path.write_bytes(whole)
+    assert play(site(folder), 1).message
+
+
+def test_a_checkpoint_of_an_older_version_without_a_checksum_is_read(folder: Path) -> None:
+    join(site(folder))
+    answer = play(site(folder), 0)
+    path = folder / "state-0" / "trial-1" / "checkpoint.safetensors"
+    tensors, about = tensorfile.unsealed(path.read_bytes())
+    told = json.loads(about)
+    words = {"round": str(told["round"]), "facts": json.dumps(told["facts"])}
+    path.write_bytes(tensorfile.encode(tensors, words))
+    assert Checkpoint.trained(path)
+    again = play(site(folder), 0)
+    assert again.facts == answer.facts
+    assert play(site(folder), 1).message
 
 
 def test_what_is_gained_is_told_at_the_site(folder: Path) -> None:

@@ -16,7 +16,7 @@ from perfed.cli.options import JsonOption, print_json
 from perfed.core.errors import ConfigError
 from perfed.flower import backup, initialise, upkeep
 from perfed.flower.approval import SHORT, Approvals
-from perfed.flower.kit import GATE, write_kits
+from perfed.flower.kit import GATE, SITE, write_kits
 from perfed.flower.ledger import NEWEST, Ledger
 from perfed.flower.overview import look
 from perfed.flower.settings import read_site
@@ -128,6 +128,15 @@ def federation_status(run: RUN = Path("run"), as_json: JsonOption = False) -> No
     raise typer.Exit(0 if well else 1)
 
 
+def _in_its_folder(file: Path) -> Path:
+    """``site start`` takes the folder that a kit was unpacked to, so the others take it, too."""
+    return inside if (inside := file / SITE).is_file() else file
+
+
+SITE_FILE = Annotated[
+    Path,
+    typer.Argument(metavar="SITE.YAML", callback=_in_its_folder, help="Or the folder it is in."),
+]
 HOST = Annotated[str, typer.Option(help="Address to listen on.")]
 METRICS_PORT = Annotated[int, typer.Option(help="Port to listen on; 0: any.")]
 
@@ -183,6 +192,20 @@ def federation_start(
     start(app or (signed if signed.is_file() else Path("app")), database, stream)
 
 
+@federation.command("unregister")
+def federation_unregister(
+    key: Annotated[
+        Path, typer.Argument(metavar="KEY.PUB", help="Its file: certificates/site-1.pub, say.")
+    ],
+) -> None:
+    """Let a site come in no more: it left, or its key was stolen. While 'serve' runs."""
+    initialise.require_flower()
+    from perfed.flower.unregistering import unregister
+
+    os.environ.setdefault("FLWR_HOME", str(Path("flwr-home").absolute()))
+    print(f"this key is registered no more; its file is now {unregister(key)}")
+
+
 @federation.command("release")
 def federation_release(
     file: Annotated[Path, typer.Argument(metavar="COORDINATOR.YAML")],
@@ -219,7 +242,7 @@ def site_learn(
     """Get a model from a federation that is over, and train it with this site's own data."""
     initialise.require_flower()
     from perfed.flower.handout import Handout
-    from perfed.flower.kit import SITE, open_kit
+    from perfed.flower.kit import open_kit
     from perfed.flower.later import fetch, learn
     from perfed.flower.site import Site
 
@@ -231,7 +254,7 @@ def site_learn(
 
 @site.command("check")
 def site_check(
-    file: Annotated[Path, typer.Argument(metavar="SITE.YAML")],
+    file: SITE_FILE,
     plan: Annotated[
         Path | None,
         typer.Option(
@@ -279,7 +302,14 @@ def site_sign(
 
 @site.command("ledger")
 def site_ledger(
-    file: Annotated[Path, typer.Argument(metavar="SITE.YAML", help="Or the site's state folder.")],
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="SITE.YAML",
+            callback=_in_its_folder,
+            help="Or the folder it is in, or the site's state folder.",
+        ),
+    ],
     everything: Annotated[
         bool, typer.Option("--all", help=f"All lines, not the newest {NEWEST} alone.")
     ] = False,
@@ -290,9 +320,6 @@ def site_ledger(
     print(contents.table(None if everything else NEWEST).text())
     contents.check(ledger.path)
     print(f"\n{contents.lines} lines, none changed or missing; the last has {contents.hash}")
-
-
-SITE_FILE = Annotated[Path, typer.Argument(metavar="SITE.YAML")]
 
 
 @site.command("metrics")
@@ -322,7 +349,7 @@ def site_restore(
 
 @site.command("approve")
 def site_approve(
-    file: Annotated[Path, typer.Argument(metavar="SITE.YAML")],
+    file: SITE_FILE,
     plan: Annotated[
         str, typer.Argument(metavar="[HASH]", help="Of the plan to approve; without: show it.")
     ] = "",

@@ -243,11 +243,12 @@ def unsealed(data: bytes) -> tuple[dict[str, Tensor], str]:
     return tensors, about
 
 
-def write_atomically(path: Path, *pieces: Piece) -> None:
-    """A reader, or a machine that loses power, sees the old file or the new one, never a part."""
+def write_atomically(path: Path, *pieces: Piece, mode: int = 0o666) -> None:
+    """A reader, or a machine that loses power, sees the old file or the new one, never a part.
+    ``mode`` says who may read it, from its first byte on."""
     temporary = path.with_name(f".{path.name}.part")
     try:
-        with open(temporary, "wb") as file:
+        with open(temporary, "wb", opener=functools.partial(os.open, mode=mode)) as file:
             file.writelines(pieces)
             file.flush()
             os.fsync(file.fileno())

@@ -405,6 +405,13 @@ def as_array(picture: Any, look: Look) -> np.ndarray:
             f"is no picture that can be read: {shape_text((picture.height, picture.width))} "
             f"pixels, at most {MOST_PIXELS:,} are allowed: make it smaller"
         )
+    if picture.mode == "F" or picture.mode.startswith("I"):
+        # Pillow would make white of all that is more than 255; and whether 4095 or 65535 is white,
+        # or some window of a scan, only its owner knows.
+        raise DataError(
+            f"is no picture of bytes: its pixels are wider ({picture.mode}), and here they are 0 "
+            "… 255; save it with 8 bits, with black and white as you mean them"
+        )
     picture = picture.convert("L" if look.grey else "RGB")
     if look.size and look.size != (picture.height, picture.width):
         height, width = look.size

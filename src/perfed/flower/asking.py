@@ -39,7 +39,7 @@ class Question:
 
     @classmethod
     def signed(cls, network: str, path: Path) -> Question:
-        private = _private_key(path)
+        private = private_key(path)
         public = private.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
         question = cls(network, public.decode(), time.time())
         signature = b64encode(private.sign(question._signed_text(), ECDSA)).decode()
@@ -77,7 +77,8 @@ class Question:
         return json.dumps(["perfed handout", self.network, self.time]).encode()
 
 
-def _private_key(path: Path) -> ec.EllipticCurvePrivateKey:
+def private_key(path: Path) -> ec.EllipticCurvePrivateKey:
+    """A site's."""
     try:
         key = load_ssh_private_key(path.read_bytes(), None)
     except OSError as error:
@@ -85,5 +86,8 @@ def _private_key(path: Path) -> ec.EllipticCurvePrivateKey:
     except (ValueError, TypeError, UnsupportedAlgorithm):
         key = None
     if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise ConfigError(f"{path} is no key of a site: ECDSA, in OpenSSH's format, no password")
+        raise ConfigError(
+            f"{path} is no key of a site: ECDSA, in OpenSSH's format, no password. To have another "
+            "one made, move it away"
+        )
     return key

@@ -43,11 +43,15 @@ def backup(site: Path, file: Path) -> int:
         entry.size = len(version)
         archive.addfile(entry, io.BytesIO(version))
         paths = [path for path in sorted(state.rglob("*")) if path.name != LOCK]
+        if links := [path for path in paths if path.is_symlink()]:
+            raise RunError(
+                f"{links[0]} is a link, and a backup would not hold what it leads to: put that in "
+                "its place; the whole folder may be anywhere ('state' in site.yaml)"
+            )
         for path in paths:
             archive.add(path, f"{STATE}/{path.relative_to(state)}", recursive=False)
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, content.getvalue())
-    file.chmod(0o600)  # models, and the site's secret name
+    write_atomically(file, content.getvalue(), mode=0o600)  # models, and the site's secret name
     return sum(path.is_file() for path in paths)
 
 
@@ -59,7 +63,8 @@ def restore(site: Path, file: Path) -> Path | None:
     try:
         with tarfile.open(file) as archive:
             archive.extractall(draft, filter="data")
-        if not (draft / STATE).is_dir() or not (draft / VERSION).is_file():
+        is_folder = (draft / STATE).is_dir() and not (draft / STATE).is_symlink()
+        if not is_folder or not (draft / VERSION).is_file():
             raise RunError(f"{file} is no backup of a site: 'perfed site backup' makes one")
         made_by = (draft / VERSION).read_text("utf-8")
         if Version(made_by) > Version(perfed.__version__):

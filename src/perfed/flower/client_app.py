@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import traceback
 from pathlib import Path
 
@@ -46,5 +47,12 @@ def _answer(message: FlowerMessage, context: Context) -> Envelope:
         return refuse(task, str(error), ledger, tell)
     except Exception as error:  # the site's own model or data: the details stay at the site
         traceback.print_exc()
-        reason = f"failed with {type(error).__name__}; its log says more"
+        reason = f"failed with {_named(error)}; its log says more"
         return refuse(task, reason, ledger, tell)
+
+
+def _named(error: Exception) -> str:
+    """And what the system says of it, in the system's words: a disk that is full, say."""
+    if isinstance(error, OSError) and error.errno:
+        return f"{type(error).__name__} ({os.strerror(error.errno)})"
+    return type(error).__name__

@@ -7,7 +7,8 @@ of their own or send code to every site. So the superlink listens on its own mac
 world sees this gate, which lets the first pass.
 
 The gate does not know who is there either; the superlink finds that out. So what anybody may send
-it is bounded (:mod:`perfed.flower.listener`), and it hands on what comes piece by piece.
+it is bounded (:mod:`perfed.flower.listener`), it hands on what comes piece by piece, and a large
+body only of a registered key: the superlink keeps it in memory.
 
 One thing the gate answers itself: a site that comes when the run is over asks for a *handout*
 (:mod:`perfed.flower.handout`). With TLS, its key must be registered at the superlink.
@@ -17,11 +18,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 import ssl
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 
 import httpx
@@ -41,18 +44,19 @@ from perfed.flower.asking import LONGEST_QUESTION, PATH, Question
 from perfed.flower.handout import find_handout
 from perfed.flower.listener import BACKLOG, listen
 from perfed.flower.protocol import Refused, one_line
+from perfed.flower.registered import KEY, SIGNED_AT, Registered
 
 SITES = "/v1/fleet/"
+PLAIN = re.compile(r"[A-Za-z0-9_/-]+")  # what Flower's paths are made of
 NOT_PASSED = {"connection", "expect", "host", "transfer-encoding"}
 PATIENCE = httpx.Timeout(60.0)
 LARGEST_BODY = 32 * 2**20  # bytes; Flower sends messages in pieces of 5 MiB
+SMALL_BODY = 2**16  # bytes; of any other request of Flower's
 CLOSED = {"connection": "close"}  # nothing more is read from there
 
-KEY = "flwr-public-key"
 ACTIVATE = f"{SITES}activate-node"
 NOT_ACTIVATED = 2004  # Flower's number for it; a supernode prints what comes with it, and ends
-NODES = "/v1/control/list-nodes"
-PROTOBUF = "application/protobuf"
+AHEAD, BEHIND = 5.0, 300.0  # seconds by which Flower lets a site's clock differ
 REFUSED = 409  # the status of a refusal; its text is for the site
 SPEAKS_TLS = 412
 MOST_SEEN = 10_000
@@ -61,6 +65,10 @@ NO_TLS = "this port speaks TLS: start the supernode with --root-certificates, no
 TOO_SOON = (
     "A site with this key was here {ago:.0f} s ago, and is still counted as connected: if it was "
     "just stopped, start it again in a minute."
+)
+WRONG_CLOCK = (
+    "This site's clock is {seconds:.0f} s {way} the coordinator's, and at most {most:.0f} s are "
+    "admitted: set the clock that is wrong, best by NTP."
 )
 UNKNOWN = (
     "This key is not registered at the coordinator: its public part goes into 'certificates' there."
@@ -84,6 +92,7 @@ def gate(superlink: str, certificates: Path | None, run: Path) -> Starlette:
         timeout=PATIENCE,
         limits=httpx.Limits(max_connections=None),  # the listener has its own
     )
+    registered = Registered(client)
     began = time.monotonic()
     seen: dict[str, float] = {}  # keys that the superlink knows, and when they were last here
 
@@ -93,19 +102,43 @@ def gate(superlink: str, certificates: Path | None, run: Path) -> Starlette:
     def too_large() -> Response:
         return PlainTextResponse("more bytes than any site sends", 413, CLOSED)
 
-    async def let_pass(request: Request) -> Response:
-        # What was checked is what is sent: the decoded path, and no way up out of it.
-        path = request.url.path
-        if ".." in path or "%" in path:
+    async def refusal(request: Request, path: str) -> Response | None:
+        """Why a request does not go on, before anything of its body is read."""
+        if not PLAIN.fullmatch(path):
             return await refuse(request)
+        if {"content-length", "transfer-encoding"} <= {*request.headers}:  # two ends of one body
+            return PlainTextResponse("a body has one length", 400, CLOSED)
         length = request.headers.get("content-length", "0")
         if not length.isdecimal() or len(length) > 18 or int(length) > LARGEST_BODY:
             return too_large()
+        is_large = "transfer-encoding" in request.headers or int(length) > SMALL_BODY
+        if not is_large or certificates is None:
+            return None
+        try:
+            is_known = await registered.has_sent(request.headers)
+        except Refused as error:
+            return PlainTextResponse(str(error), 502, CLOSED)
+        return None if is_known else PlainTextResponse("a large body without a key", 401, CLOSED)
+
+    def why_not(request: Request, status: int) -> str:
+        """Where Flower lets no site in: what the site's log is to say of it."""
+        if status == 401:  # of this Flower's supernode would say nothing
+            return _wrong_clock(request.headers.get(SIGNED_AT, ""))
+        if status != 412:
+            return ""
+        ago = time.monotonic() - seen.get(request.headers.get(KEY, ""), -float("inf"))
+        return TOO_SOON.format(ago=ago) if ago < FORGETS else _unknown(began)
+
+    async def let_pass(request: Request) -> Response:
+        # What was checked is what is sent: the decoded path, and no way up out of it.
+        path: str = request.scope["path"]  # of a URL the Host would be a part
+        if refused := await refusal(request, path):
+            return refused
         key = request.headers.get(KEY, "")
         try:
             answer = await client.send(
                 client.build_request(
-                    "POST", path, headers=_passed(request.headers), content=_body(request)
+                    "POST", path, headers=_as_it_came(request), content=_body(request)
                 ),
                 stream=True,
             )
@@ -113,10 +146,8 @@ def gate(superlink: str, certificates: Path | None, run: Path) -> Starlette:
             return too_large()
         except (httpx.TransportError, ClientDisconnect):
             return PlainTextResponse("the superlink does not answer", 502, CLOSED)
-        if path == ACTIVATE and answer.status_code == 412:
+        if path == ACTIVATE and (why := why_not(request, answer.status_code)):
             await answer.aclose()
-            ago = time.monotonic() - seen.get(key, -float("inf"))
-            why = TOO_SOON.format(ago=ago) if ago < FORGETS else _unknown(began)
             return JSONResponse(_flower_error(why), 412)
         if answer.is_success and key:
             if len(seen) >= MOST_SEEN:  # a superlink that asks for no keys lets any pass
@@ -129,7 +160,7 @@ def gate(superlink: str, certificates: Path | None, run: Path) -> Starlette:
             question = Question.decode(await _small(request))
             if certificates is not None:
                 question.check_signature()
-                if question.key.encode() not in await _registered(client):
+                if question.key.encode() not in await registered.keys():
                     raise Refused(UNKNOWN)
             return FileResponse(find_handout(run, question.network))
         except (TooLarge, ClientDisconnect):
@@ -158,23 +189,6 @@ def _trusted(certificates: Path | None) -> ssl.SSLContext | bool:
     return ssl.create_default_context(cafile=str(certificates / "ca.crt"))
 
 
-async def _registered(superlink: httpx.AsyncClient) -> set[bytes]:
-    """The keys of all sites that the superlink would let in."""
-    from flwr.proto.control_pb2 import ListNodesRequest, ListNodesResponse
-    from flwr.supercore.constant import NodeStatus
-
-    words = {"content-type": PROTOBUF, "accept": PROTOBUF}
-    try:
-        answer = await superlink.post(
-            NODES, headers=words, content=ListNodesRequest().SerializeToString()
-        )
-        answer.raise_for_status()
-    except httpx.HTTPError:
-        raise Refused("its superlink does not answer; ask again in a minute") from None
-    nodes = ListNodesResponse.FromString(answer.content).nodes_info
-    return {node.public_key for node in nodes if node.status != NodeStatus.UNREGISTERED}
-
-
 async def _small(request: Request) -> bytes:
     return b"".join([piece async for piece in _body(request, LONGEST_QUESTION)])
 
@@ -196,6 +210,19 @@ async def _content(answer: httpx.Response) -> AsyncIterator[bytes]:
         await answer.aclose()
 
 
+def _wrong_clock(signed_at: str) -> str:
+    """Why Flower refuses what was signed at this time; empty where that is not why."""
+    try:
+        age = (datetime.now(UTC) - datetime.fromisoformat(signed_at)).total_seconds()
+    except (TypeError, ValueError, OverflowError):  # no time, or one that names no zone
+        return ""
+    if age < -AHEAD:
+        return WRONG_CLOCK.format(seconds=-age, way="ahead of", most=AHEAD)
+    if age > BEHIND:
+        return WRONG_CLOCK.format(seconds=age, way="behind", most=BEHIND)
+    return ""
+
+
 def _unknown(began: float) -> str:
     """A gate that is old enough has seen every site that Flower still counts as connected."""
     age = time.monotonic() - began
@@ -211,6 +238,11 @@ def _no_tls() -> bytes:
     body = json.dumps(_flower_error(NO_TLS)).encode()
     head = "HTTP/1.1 412 Precondition Failed\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body
+
+
+def _as_it_came(request: Request) -> list[tuple[bytes, bytes]]:
+    """Bytes, each as often as it came: nobody behind here reads another one than the gate does."""
+    return [(name, value) for name, value in request.headers.raw if name.decode() not in NOT_PASSED]
 
 
 def _passed(headers: Mapping[str, str]) -> dict[str, str]:

@@ -8,7 +8,8 @@
     trusted-entities.yaml  with TLS: who signs the app
     README.txt             what to do
 
-and the file of public samples, where ``site.yaml`` names one.
+and the file of public samples, where ``site.yaml`` names one. Nothing else: ``site.yaml`` may name
+files of the site's own, which are code. Those of a coordinator are not unpacked.
 """
 
 from __future__ import annotations
@@ -26,11 +27,14 @@ from perfed.config import read_mapping
 from perfed.core.errors import ConfigError, RunError
 from perfed.core.schema import Options, from_mapping, option
 from perfed.core.tensorfile import write_atomically
+from perfed.flower.saying import say
 from perfed.flower.settings import read_site
 
 KITS = "kits"
 SITE, LINK, KEY, TRUSTED = "site.yaml", "link.yaml", "key", "trusted-entities.yaml"
-AUTHORITY = "ca.crt"
+AUTHORITY, README_FILE = "ca.crt", "README.txt"
+HELD = {SITE, LINK, KEY, f"{KEY}.pub", TRUSTED, AUTHORITY, README_FILE}
+ARRAYS = (".npz", ".npy")  # of public samples
 ENDING = ".tar.gz"
 GATE = 8443  # the port that sites come to
 
@@ -79,7 +83,7 @@ def read_link(folder: Path) -> Link:
         raise ConfigError(f"{error} (in {path})") from None
 
 
-def make_key(folder: Path) -> str:
+def make_key(folder: Path, client: int) -> str:
     """Where the site in this folder has no key: it has one then, and this is what to do with it."""
     from perfed.flower.certificates import write_node_key
 
@@ -88,7 +92,7 @@ def make_key(folder: Path) -> str:
     write_node_key(folder / KEY)
     return (
         f"this site has a key of its own now: send {folder / KEY}.pub to the coordinator, who "
-        f"puts it into 'certificates' as {folder.name}.pub; until then it is not let in"
+        f"puts it into 'certificates' as site-{client}.pub; until then it is not let in"
     )
 
 
@@ -123,7 +127,7 @@ def write_kits(folder: Path, address: str = "") -> list[Path]:
         files = {
             SITE: path.read_bytes(),
             LINK: link,
-            "README.txt": README.format(
+            README_FILE: README.format(
                 client=site.client, run=site.run, version=__version__, name=name
             ).encode(),
         }
@@ -153,6 +157,8 @@ def _public(folder: Path, file: str) -> bytes:
     path = PurePosixPath(file)
     if path.is_absolute() or ".." in path.parts:
         raise ConfigError(f"{file}: a kit holds files of the coordinator's folder", "public.file")
+    if path.suffix not in ARRAYS:
+        raise ConfigError(f"{file}: in a kit it ends in {' or '.join(ARRAYS)}", "public.file")
     if not (folder / file).is_file():
         raise ConfigError(f"no {folder / file}: put the public set there", "public.file")
     return (folder / file).read_bytes()
@@ -175,20 +181,59 @@ def open_kit(path: Path) -> Path:
     if not path.is_file():
         raise ConfigError(f"no {path}: give a kit, or the folder that it was unpacked to")
     folder = path.absolute().with_name(path.name.removesuffix(ENDING))
-    if folder.is_dir():
-        return folder
     if folder == path.absolute():
         raise ConfigError(f"{path} is no kit: 'perfed federation kits' makes {ENDING} archives")
-    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
         with tarfile.open(path) as archive:
-            archive.extractall(draft, filter="data")  # no way out of the folder, no devices
+            if folder.is_dir():
+                _tell_of_news(archive, path, folder)
+            else:
+                _unpack(archive, path, folder)
+    except (tarfile.TarError, EOFError, ValueError) as error:
+        raise ConfigError(f"{path} is no kit: {error}") from None
+    return folder
+
+
+def _unpack(archive: tarfile.TarFile, path: Path, folder: Path) -> None:
+    _check_held(archive, path)
+    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        archive.extractall(draft, filter="data")  # no way out of the folder, no devices
         held = [*draft.iterdir()]
         if len(held) != 1 or not (held[0] / SITE).is_file():
             raise ConfigError(f"{path} is no kit: it has no {SITE} in one folder")
         os.replace(held[0], folder)
-    except (tarfile.TarError, EOFError, ValueError) as error:
-        raise ConfigError(f"{path} is no kit: {error}") from None
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-    return folder
+
+
+def _check_held(archive: tarfile.TarFile, path: Path) -> None:
+    """``site.yaml`` may name a file of the site's own, and perfed runs it. It must not find one
+    that the coordinator has put there, nor a state that another machine has made up."""
+    for entry in archive:
+        name = "/".join(PurePosixPath(entry.name).parts[1:])
+        is_known = name in HELD or name.endswith(ARRAYS)
+        if not entry.isdir() and not (entry.isfile() and is_known):
+            raise ConfigError(
+                f"{path} is no kit: it has {entry.name!a}, and a kit holds no code and nothing "
+                "else of a site's own; put such files into the folder once it is unpacked"
+            )
+
+
+def _tell_of_news(archive: tarfile.TarFile, path: Path, folder: Path) -> None:
+    """A folder that is there is the site's own, and stays as it is; an address that the coordinator
+    has sent anew would be overlooked. Whom the site trusts to sign is not asked of a kit again."""
+    for entry in archive:
+        name = "/".join(PurePosixPath(entry.name).parts[1:])
+        if name in (LINK, AUTHORITY) and entry.isfile() and not _is_here(archive, entry, folder):
+            say(
+                f"{folder} is there already and stays as it is, but {path.name} has another "
+                f"{name}; to take it: tar -xzf {path} -C {folder.parent} {entry.name}"
+            )
+
+
+def _is_here(archive: tarfile.TarFile, entry: tarfile.TarInfo, folder: Path) -> bool:
+    here, sent = folder / PurePosixPath(entry.name).name, archive.extractfile(entry)
+    if sent is None or not here.is_file() or here.stat().st_size != entry.size:
+        return False
+    return here.read_bytes() == sent.read()

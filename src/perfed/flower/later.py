@@ -41,7 +41,7 @@ def fetch(site: Site) -> Handout:
     link = read_link(site.folder)
     network = site.options.model.label()
     if link.tls:
-        if made := make_key(site.folder):
+        if made := make_key(site.folder, site.options.client):
             raise RunError(made)
         question = Question.signed(network, site.folder / KEY)
     else:

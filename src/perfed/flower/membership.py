@@ -177,8 +177,12 @@ class Membership:
             self._transport.send(node, notice, self._options.deadline)
 
     def _name(self, node: int) -> str:
+        """A node's number is Flower's alone: with keys, the key's name is said, too."""
         client = self._was.get(node)
-        return f"node {node}" if client is None else f"client {client} (node {node})"
+        if client is not None:
+            return f"client {client} (node {node})"
+        key = self._transport.key(node) if self._options.node_keys else ""
+        return f"node {node}{f' with the key {key}' if key else ''}"
 
     def present(self) -> list[int]:
         return sorted(self._node_of)

@@ -8,10 +8,13 @@ they are also told while nobody is at work.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
+from socketserver import ThreadingMixIn
 from typing import Any
-from wsgiref.simple_server import WSGIRequestHandler, make_server
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import GaugeMetricFamily
@@ -22,6 +25,9 @@ from perfed.flower.backup import state_of
 from perfed.flower.ledger import ASKED, LEFT, REFUSED, Ledger
 from perfed.flower.overview import look
 from perfed.flower.site import REPORT
+
+PATIENCE = 10.0  # seconds that a request may be silent
+LEAST_FREE = 2**20  # bytes on the disk, with which a site can still write its ledger
 
 Numbers = list[tuple[str, str, dict[str, float]]]
 """Name, meaning, and values by label: the client's number at a coordinator, the event at a site."""
@@ -76,19 +82,30 @@ def of_site(path: Path) -> Numbers:
     lines, newest = Ledger(state).read(), state / "ledger.jsonl"
     counts = dict.fromkeys((ASKED, LEFT, REFUSED), 0.0)
     for entry in lines.entries:
-        if entry.get("event") in counts:
-            counts[entry["event"]] += 1
+        event = entry.get("event")
+        if isinstance(event, str) and event in counts:  # anybody may have changed it
+            counts[event] += 1
     made: Numbers = [("perfed_ledger_lines", "Lines of the ledger by event", counts)]
     if newest.is_file():
         when = {"": newest.stat().st_mtime}
         made.append(("perfed_newest_task_seconds", "When it was last asked (Unix time)", when))
     reports = sorted(state.glob(f"*/{REPORT}"), key=lambda report: report.stat().st_mtime)
     for report in reports[-1:]:
-        last = json.loads(report.read_text("utf-8").splitlines()[-1])
+        last = _newest_line(report)
         for name in ("test_accuracy", "alone_test_accuracy", "round"):
             if name in last:
                 made.append((f"perfed_own_{name}", "In the site's newest report", {"": last[name]}))
     return made
+
+
+def _newest_line(report: Path) -> dict[str, Any]:
+    """A site that is killed, or whose disk is full, leaves a part of a line."""
+    for line in reversed(report.read_text("utf-8", "replace").splitlines()):
+        with suppress(ValueError):
+            values = json.loads(line)
+            if isinstance(values, dict):
+                return values
+    return {}
 
 
 def health_of_run(path: Path) -> str:
@@ -99,8 +116,11 @@ def health_of_run(path: Path) -> str:
 
 def health_of_site(path: Path) -> str:
     """A site that can write its ledger and read its files is well."""
-    ledger = Ledger(state_of(path))
+    state = state_of(path)
+    ledger = Ledger(state)
     ledger.read().check(ledger.path)
+    if shutil.disk_usage(state).free < LEAST_FREE:
+        return f"no space is left in {state}: the site answers nothing"
     return ""
 
 
@@ -143,7 +163,15 @@ def application(numbers: Callable[[], Numbers], health: Callable[[], str], label
     return answer
 
 
+class _Server(ThreadingMixIn, WSGIServer):
+    """A connection that says nothing must not keep Prometheus waiting."""
+
+    daemon_threads = True
+
+
 class _Quiet(WSGIRequestHandler):
+    timeout = PATIENCE
+
     def log_message(self, format: str, *args: Any) -> None:
         pass
 
@@ -151,7 +179,7 @@ class _Quiet(WSGIRequestHandler):
 def serve(app: Any, host: str, port: int) -> None:
     """Until it is stopped."""
     try:
-        server = make_server(host, port, app, handler_class=_Quiet)
+        server = make_server(host, port, app, _Server, _Quiet)
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}", "--port") from None
     with server:

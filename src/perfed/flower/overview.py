@@ -64,6 +64,11 @@ class RunState:
 
 
 def federation(path: Path) -> RunDirectory:
+    if not (path / "config.yaml").is_file():
+        raise RunError(
+            f"no run has begun in {path}: in the coordinator's folder, 'perfed federation start' "
+            "begins it; another run's folder follows the command as an argument"
+        )
     directory = RunDirectory.open(path)
     if not (path / FEDERATION).is_file():
         raise RunError(f"{path} is not the run of a federation: it has no {FEDERATION}")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 LOG = "log.jsonl"
 LARGEST = 10 * 2**20  # bytes; then the log before it is let go
@@ -30,7 +32,16 @@ def logging_to(folder: Path) -> Callable[[str], None]:
         with suppress(OSError):
             if path.is_file() and path.stat().st_size > LARGEST:
                 path.replace(path.with_suffix(".old.jsonl"))
-            with open(path, "a", encoding="utf-8") as file:
-                file.write(json.dumps({"time": now(), "line": line}) + "\n")
+            append(path, {"time": now(), "line": line})
 
     return both
+
+
+def append(path: Path, values: Mapping[str, Any]) -> None:
+    """A line of JSON of its own, also where the writing of the last one was interrupted."""
+    with open(path, "ab+") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
+        file.write(json.dumps(values).encode() + b"\n")

@@ -17,8 +17,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, SimpleNamespace
+from typing import Any
 
-from perfed.core.errors import ConfigError
+from perfed.config import read_mapping
+from perfed.core.errors import ConfigError, one_line
+from perfed.flower.asking import private_key
 from perfed.flower.kit import AUTHORITY, KEY, SITE, TRUSTED, make_key, read_link, superlink_address
 from perfed.flower.saying import say
 from perfed.flower.settings import read_coordinator
@@ -36,6 +39,7 @@ after 50 to 60 seconds, that the one that was killed is gone: a site that waits 
 would miss rounds after that."""
 WELL = 300.0  # seconds after which a start counts as one that went well
 LOOKS = 5.0  # seconds between two looks for what is new
+TRIES_AGAIN = 30.0  # seconds until a key that was not taken is registered again
 LOOPBACK, ANYWHERE = "127.0.0.1", "0.0.0.0"  # noqa: S104 - sites come from outside
 
 
@@ -271,10 +275,12 @@ def serve(folder: Path, host: str, port: int) -> None:
         say(f"the superlink listens at {superlink_address(folder)}, for this machine alone")
         keep_gate(kept, folder, host, port)
         say(f"sites come in at port {port}")
-        registered: dict[Path, float] = {}
+        registrar = Registrar(
+            lambda words: kept.perform("flwr", words, folder), folder / "certificates"
+        )
         watch = DeathWatch(run_directory(folder))
         while True:
-            register_new(kept, folder / "certificates", registered)
+            registrar.look()
             watch.look()
             kept.tend(LOOKS)
 
@@ -295,18 +301,35 @@ class DeathWatch:
         self._worked = works
 
 
-def register_new(kept: Services, certificates: Path, registered: dict[Path, float]) -> None:
-    """The public keys of sites, ``site-*.pub``, also those that come while it runs."""
-    for key in sorted(certificates.glob("site-*.pub")):
-        changed = key.stat().st_mtime
-        if registered.get(key) != changed:
-            registered[key] = changed
-            words = ["supernode", "register", str(key)]
-            code, said = kept.perform("flwr", words, certificates.parent)
-            if code == 0:
-                say(f"{key.name} is registered: its site may come in")
-            elif "already" not in said:
-                say(f"{key.name} cannot be registered: {' '.join(said.split())}")
+class Registrar:
+    """Registers the public keys of sites, ``certificates/*.pub``, also those that come while it
+    runs. One that the superlink does not take is tried again: it may just be starting."""
+
+    def __init__(self, perform: Callable[[list[str]], tuple[int, str]], certificates: Path) -> None:
+        self._perform = perform
+        self._certificates = certificates
+        self._done: dict[Path, float] = {}
+        self._again: dict[Path, float] = {}
+        self._said: dict[Path, str] = {}
+
+    def look(self) -> None:
+        for key in sorted(self._certificates.glob("*.pub")):
+            with suppress(FileNotFoundError):  # taken away meanwhile
+                changed = key.stat().st_mtime
+                if self._done.get(key) != changed and time.monotonic() >= self._again.get(key, 0):
+                    self._register(key, changed)
+
+    def _register(self, key: Path, changed: float) -> None:
+        code, said = self._perform(["supernode", "register", str(key)])
+        line = f"{key.name} is registered: its site may come in"
+        if code == 0 or "already" in said:
+            self._done[key] = changed
+        else:
+            self._again[key] = time.monotonic() + TRIES_AGAIN
+            line = f"{key.name} cannot be registered: {one_line(' '.join(said.split()))}"
+        if self._said.get(key) != line and "already" not in said:
+            say(line)
+        self._said[key] = line
 
 
 # A site.
@@ -314,12 +337,13 @@ def register_new(kept: Services, certificates: Path, registered: dict[Path, floa
 
 def supernode_words(folder: Path) -> list[str]:
     link = read_link(folder)
-    words = ["--superlink", link.superlink, "--port", str(_free_port())]
-    words += ["--node-config", f'site="{SITE}"']
+    words = ["--superlink", link.superlink, "--node-config", f'site="{SITE}"']
     if not link.tls:
         return [*words, "--insecure"]
     if not (folder / AUTHORITY).is_file():
         raise ConfigError(f"no {AUTHORITY} in {folder}: the coordinator's kit has it")
+    if (folder / KEY).is_file():
+        private_key(folder / KEY)  # or Flower would end again and again
     words += ["--root-certificates", AUTHORITY, "--auth-supernode-private-key", KEY]
     return words + (["--trusted-entities", TRUSTED] if (folder / TRUSTED).is_file() else [])
 
@@ -334,12 +358,27 @@ def _free_port() -> int:
 
 def keep_site(kept: Services, folder: Path) -> None:
     words = supernode_words(folder)
-    if read_link(folder).tls and (made := make_key(folder)):
-        say(made)
-    kept.keep(
-        folder.name,
-        lambda: kept.start("flower-supernode", words, folder),
-    )
+    if read_link(folder).tls:
+        if made := make_key(folder, _client(folder)):
+            say(made)
+        if warning := open_to_others(folder / KEY):
+            say(warning)
+
+    def start() -> int:  # each time at a port that is free then: another program may have the last
+        return kept.start("flower-supernode", [*words, "--port", str(_free_port())], folder)
+
+    kept.keep(folder.name, start)
+
+
+def _client(folder: Path) -> Any:
+    return read_mapping(folder / SITE).get("client", 0)
+
+
+def open_to_others(key: Path) -> str:
+    """Why a private key is not private; empty where it is."""
+    if os.name != "posix" or not key.stat().st_mode & 0o077:
+        return ""
+    return f"WARNING: others on this machine may read {key}, and be this site: chmod 600 {key}"
 
 
 def start_site(folder: Path) -> None:

@@ -65,6 +65,7 @@ from perfed.flower.protocol import (
     public_hash,
 )
 from perfed.flower.purse import Purse
+from perfed.flower.saying import append
 from perfed.flower.settings import SiteOptions, read_site
 from perfed.models import Models, parameter_count
 from perfed.runs.coordinator import check_finite, diverged
@@ -110,18 +111,22 @@ class Checkpoint:
             if record is not None:
                 tree[name] = record.tree()
         answer = {f"answer/{name}": tensor for name, tensor in self.answer.arrays.items()}
-        metadata = {"round": str(self.round), "facts": json.dumps(self.facts)}
-        tensorfile.write_atomically(path, tensorfile.encode(flatten(tree) | answer, metadata))
+        about = json.dumps({"round": self.round, "facts": self.facts})
+        content, _ = tensorfile.sealed(flatten(tree) | answer, about)
+        tensorfile.write_atomically(path, content)
 
     @classmethod
     def load(cls, path: Path, device: torch.device) -> Checkpoint:
         if not path.is_file():
             return cls()
         try:
-            tensors, metadata = tensorfile.decode(path.read_bytes())
-            round, facts = int(metadata["round"]), json.loads(metadata["facts"])
+            tensors, about = cls._read(path.read_bytes())
+            round, facts = int(about["round"]), dict(about["facts"])
         except tensorfile.MALFORMED as error:
-            raise RunError(f"{path} is corrupt: {error}") from None
+            raise RunError(
+                f"{path} is corrupt: {error}; 'perfed site restore' puts a backup in its place, or "
+                "move the file away, and this site begins the run anew"
+            ) from None
         answer = {
             name.removeprefix("answer/"): tensor
             for name, tensor in tensors.items()
@@ -135,6 +140,16 @@ class Checkpoint:
         return cls(round, own, alone, Message.from_arrays(answer), facts)
 
     @staticmethod
+    def _read(data: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Older ones have no checksum, and their words one by one."""
+        tensors, text = tensorfile.unsealed(data)
+        if text:
+            about: dict[str, Any] = json.loads(text)
+            return tensors, about
+        _, words = tensorfile.decode(data)
+        return tensors, words | {"facts": json.loads(words["facts"])}
+
+    @staticmethod
     def trained(path: Path) -> bool:
         """Whether there is a round in it; the header says so. What cannot be read counts as one:
         it is not to be deleted."""
@@ -143,7 +158,9 @@ class Checkpoint:
         try:
             with open(path, "rb") as file:
                 length = min(int.from_bytes(file.read(8), "little"), tensorfile.FILE.header)
-                return int(json.loads(file.read(length))["__metadata__"]["round"]) >= 0
+                words = json.loads(file.read(length))["__metadata__"]
+            about = json.loads(words[tensorfile.ABOUT]) if tensorfile.ABOUT in words else words
+            return int(about["round"]) >= 0
         except (OSError, *tensorfile.MALFORMED):
             return True
 
@@ -480,8 +497,7 @@ class Site:
                 f" with the federation, {100 * line['alone_test_accuracy']:.1f} % alone "
                 f"({100 * line['gain']:+.1f})"
             )
-        with open(folder / REPORT, "a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        append(folder / REPORT, line)
         self.say(text)
 
     def _epsilon(self) -> float:

@@ -22,6 +22,7 @@ from perfed.core.schema import from_mapping, plain
 from perfed.core.tree import OWN
 from perfed.data.needs import Needs
 from perfed.data.opening import file_content
+from perfed.flower.kit import SITE
 from perfed.flower.settings import read_site
 from perfed.flower.site import ALONE, PERSONAL, REPORT
 from perfed.models import architectures
@@ -81,6 +82,8 @@ def open_model(
         raise ConfigError("only for a model file: all others say what they are", "--network")
     if is_run:
         return _of_run(path, client, kind)
+    if (path / SITE).is_file():  # the folder that a kit was unpacked to
+        return _of_site(path / SITE)
     if path.is_dir():
         return _of_file(_newest(path), None)
     if ending in SITE_FILES:
