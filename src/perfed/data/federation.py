@@ -250,6 +250,11 @@ def build_federation(
     if distant is not None:
         return _distant_federation(distant, partition, split, seed, judged_by_others, shift)
     samples = _recognised(dataset.load(seed))
+    if samples.classes < 2:
+        names = samples.origin.get("classes", ["0"])
+        raise ConfigError(
+            f"all samples have one label, {names[0]}: there must be two or more", "data"
+        )
     if clients * SMALLEST_CLIENT > len(samples.y):
         raise ConfigError(
             f"{clients} clients need at least {clients * SMALLEST_CLIENT} samples "
