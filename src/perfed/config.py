@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
@@ -423,6 +424,19 @@ def _codes(stage: Any) -> bool:
     return isinstance(name, str) and stages[name].codes
 
 
+def _similar_files(path: Path) -> list[str]:
+    """Beside where it should be, if a YAML file is meant."""
+    if path.suffix not in (".yaml", ".yml") or not path.parent.is_dir():
+        return []
+    return get_close_matches(str(path), map(str, path.parent.glob(f"*{path.suffix}")))
+
+
+def _if_a_run(folder: Path) -> str:
+    if not any((folder / name).exists() for name in ("config.yaml", "comparison.yaml")):
+        return ", must be a YAML file or the name of a preset"
+    return f" with a run: --resume {folder} continues it, 'perfed report {folder}' shows it"
+
+
 def read_mapping(path: str | Path | None, folder: str = PRESETS) -> dict[str, Any]:
     """The keys and values of a YAML file or a preset, not yet checked."""
     name = DEFAULT_PRESET if path is None else str(path)
@@ -433,8 +447,11 @@ def read_mapping(path: str | Path | None, folder: str = PRESETS) -> dict[str, An
             with open(name, encoding="utf-8") as file:
                 text = file.read(MOST_CHARACTERS + 1)  # one too many is refused
         except FileNotFoundError:
-            hint = did_you_mean(name, preset_names(folder))
-            raise ConfigError(f"no file and no preset is called '{name}'{hint}") from None
+            hint = did_you_mean(name, _similar_files(Path(name)) or preset_names(folder))
+            kind = "study" if folder == STUDIES else "preset"
+            raise ConfigError(f"no file and no {kind} is called '{name}'{hint}") from None
+        except IsADirectoryError:
+            raise ConfigError(f"{name} is a folder{_if_a_run(Path(name))}") from None
         except (OSError, ValueError) as error:
             raise ConfigError(f"cannot read {name}: {error}") from None
     values = load_yaml(text, name)

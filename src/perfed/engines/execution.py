@@ -62,6 +62,8 @@ class Execution(Options):
             float(torch.zeros(1, device=device))
         except (RuntimeError, AssertionError, ImportError) as error:
             reason = str(error).splitlines()[0]
+            if reason.startswith("Expected one of"):  # PyTorch then names all devices it ever had
+                reason = "must be auto, cpu, cuda, cuda:1 (the second GPU), mps, …"
             raise ConfigError(f"device '{name}' cannot be used: {reason}") from None
         return device
 
