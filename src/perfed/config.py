@@ -47,7 +47,8 @@ class Training(Options):
     schedule: Schedule = option("constant", "how η changes from round to round")
     optimizer: Optimizer = option("sgd", "how a gradient becomes a training step")
     optimizer_state: Literal["new", "kept"] = option(
-        "new", "momentum and the like begin anew in each round, or stay with the client"
+        "new",
+        "new: momentum and the like begin anew in each round; kept: they stay with the client",
     )
     steps: int = option(10, "τ: training steps per round", ge=1)
     epochs: int = option(
@@ -114,27 +115,27 @@ class Experiment(Options):
     )
     averaging: Literal["size-once", "by-size"] = option(
         "size-once",
-        "how much each client counts where models are averaged: size-once, in proportion to its "
-        "training samples, or all the same where clients are selected by-size and not all take "
-        "part in a round; by-size, in proportion to its training samples there too, so that size "
-        "counts twice",
+        "how much each client counts in a mean of models. size-once: in proportion to its training "
+        "samples, but all the same if clients are selected by-size and only some take part in a "
+        "round; by-size: always in proportion, so that size counts twice if clients are selected "
+        "by-size",
     )
     participation: Participation = option(
         Participation(), "who is there in a round, who drops out, and who is slow"
     )
-    evaluate_every: int = option(1, "all clients are evaluated every so many rounds", ge=1)
+    evaluate_every: int = option(1, "rounds from one evaluation of all clients to the next", ge=1)
     evaluate_clients: int = option(
         0,
-        "how many clients are evaluated and written down, drawn once by the seed: for populations "
-        "that are too large for more; 0: all",
+        "evaluate only this many clients, drawn once by the seed, where all would be too many; "
+        "0: all",
         ge=0,
     )
     data: Dataset = option("digits", "the dataset")
     partition: Partition = option("groups", "how the samples are divided among the clients")
     shift: Shift | None = option(
         None,
-        "what sets groups of clients apart beside their mix of labels, such as labels that mean "
-        "something else",
+        "how groups of clients differ beside their mix of labels, for example in what a label "
+        "means",
     )
     split: Split = option(
         Split(), "how a client splits its samples into train, validation and test"
@@ -148,8 +149,8 @@ class Experiment(Options):
     shared_test: bool = option(
         False,
         "evaluate each client on the test samples of all clients, as many as there are with the "
-        "client's mix of labels: nobody trains on them, and with few of its own a client's "
-        "accuracy is mostly chance; an evaluation takes longer, the more clients there are",
+        "client's mix of labels; nobody trains on them. For clients with few test samples of their "
+        "own, whose accuracy is mostly chance. The more clients, the longer an evaluation takes",
     )
     fresh_mix: Literal["test", "held"] = option(
         "test",

@@ -113,11 +113,11 @@ def reproduce(
     precision: PrecisionOption = "auto",
     checkpoint_seconds: CheckpointOption = Execution.checkpoint_seconds,
 ) -> None:
-    """Make a result of the paper again, and show it beside the paper's own numbers.
+    """Reproduce a result of the paper, and show it beside the paper's own numbers.
 
-    The tables are many runs. The same command goes on where it was stopped, and shows what there
-    is so far; --seconds 0 only shows it. Shards may run on several machines: copy their records/
-    into one folder.
+    A table takes many runs. The same command continues where it was stopped, and shows what there
+    is so far. With --seconds 0 it only shows. Shards may run on several machines: copy their
+    records/ into one folder.
     """
     known = [*SINGLE, *STUDIES]
     if what not in (*known, ALL):
@@ -214,7 +214,7 @@ def tune(
         int | None,
         typer.Option(
             metavar="N",
-            help="Try so many settings of the grid, chosen at random; default: all. With a range: "
+            help="Try N settings of the grid, chosen at random; default: all. With a range: "
             "each chosen by those before it, and bad ones stopped early.",
             min=1,
         ),
