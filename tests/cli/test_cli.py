@@ -125,6 +125,18 @@ def test_what_the_system_refuses_names_the_file_that_was_meant(
     assert refusal(monkeypatch, capsys) == f"perfed: {tmp_path}: Is a directory\n"
 
 
+def test_ctrl_c_while_python_ends_shows_nothing() -> None:
+    code = """if True:
+        import atexit, os, signal, sys
+        atexit.register(os.kill, os.getpid(), signal.SIGINT)  # the first one runs last
+        from perfed.cli import main
+        sys.argv = ["perfed", "--version"]
+        main()
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_run_prints_a_table_and_last_the_directory(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

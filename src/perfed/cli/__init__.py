@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import codecs
 import inspect
 import io
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -93,6 +95,8 @@ def _root(
 
 def main() -> None:
     _say_what_can_be_said()
+    # An impatient third Ctrl-C while Python ends would show a traceback after the last word.
+    atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
     try:
         app()
     except PerfedError as error:
