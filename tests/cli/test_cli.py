@@ -231,6 +231,13 @@ def test_list_names_everything_with_a_meaning(monkeypatch: pytest.MonkeyPatch) -
     assert perfed(monkeypatch, "--version") == 0
 
 
+def test_a_narrow_terminal_cuts_no_name() -> None:
+    done = warm.perform(["list", "partitions"], env=os.environ | {"COLUMNS": "40"})
+    assert "client-dirichlet" in done.stdout.split()
+    assert "  per_client = 2" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 40
+
+
 # A job in the background starts with Ctrl-C ignored, and so would its children.
 INTERRUPTIBLE = """
 import signal
