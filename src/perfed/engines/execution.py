@@ -63,7 +63,7 @@ class Execution(Options):
         except (RuntimeError, AssertionError, ImportError) as error:
             reason = str(error).splitlines()[0]
             if reason.startswith("Expected one of"):  # PyTorch then names all devices it ever had
-                reason = "must be auto, cpu, cuda, cuda:1 (the second GPU), mps, …"
+                reason = "must be auto, cpu, cuda, or cuda:1 for the second GPU"
             raise ConfigError(f"device '{name}' cannot be used: {reason}") from None
         return device
 
