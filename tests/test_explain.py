@@ -14,6 +14,7 @@ from perfed.core.schema import option
 from perfed.data import datasets
 from perfed.explain import described, entries, explain, overview
 from perfed.models import Models
+from perfed.runs.design import Tuning
 from perfed.starter import commented
 
 REGISTRIES = {
@@ -54,6 +55,20 @@ def test_every_key_of_an_experiment_is_explained(key: str) -> None:
     assert title == key
     assert len(meaning.strip()) > 2
     assert "; default: " in values
+
+
+@pytest.mark.parametrize("key", ["study", "methods", "settings"])
+def test_a_study_and_its_keys_are_explained(key: str) -> None:
+    lines = explain(key)
+    for name in ("methods", "settings", "seeds", "tuning"):
+        assert name in lines
+    assert max(map(len, lines)) <= 100
+
+
+def test_each_key_of_tuning_is_explained() -> None:
+    lines = explain("tuning")
+    for field in dataclasses.fields(Tuning):
+        assert f"tuning.{field.name}" in lines
 
 
 def test_an_algorithm_says_what_crosses() -> None:

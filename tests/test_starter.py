@@ -16,6 +16,12 @@ from tests.data import own_files
 HERE = __name__
 
 
+def semicolons(root: Path) -> str:
+    path = own_files.table(root / "a.csv", own_files.people(90), own_files.HEADER)
+    path.write_text(path.read_text().replace(",", ";"))
+    return str(path)
+
+
 def npz(root: Path) -> str:
     x = np.random.default_rng(0).normal(size=(90, 5))
     np.savez(root / "a.npz", x=x, y=np.arange(90) % 3)
@@ -54,6 +60,7 @@ SOURCES: dict[str, tuple[Any, dict[str, Any]]] = {
         lambda root: str(own_files.table(root / "a.csv", own_files.people(90), own_files.HEADER)),
         {"name": "csv", "target": "kind"},
     ),
+    "csv with semicolons": (semicolons, {"name": "csv", "separator": ";", "target": "kind"}),
     "csv by client": (tables_by_client, {"name": "csv", "by_client": True, "target": "kind"}),
 }
 
@@ -119,6 +126,11 @@ def test_what_cannot_run_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             start.experiment("mine", *arguments)
+    one = own_files.photos(tmp_path / "one", ["cat"])
+    with pytest.raises(ConfigError, match="data: all samples are of one class, 'cat': there must be"):
+        starter.Start.look({"name": "images", "path": str(one)}).experiment(
+            "mine", 2, ["local"], ["mlp"]
+        )
     (tmp_path / "nothing").mkdir()
     for text, message in (
         ("digitz", "did you mean 'digits'"),

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
@@ -46,7 +47,8 @@ class Training(Options):
     schedule: Schedule = option("constant", "how η changes from round to round")
     optimizer: Optimizer = option("sgd", "how a gradient becomes a training step")
     optimizer_state: Literal["new", "kept"] = option(
-        "new", "momentum and the like begin anew in each round, or stay with the client"
+        "new",
+        "new: momentum and the like begin anew in each round; kept: they stay with the client",
     )
     steps: int = option(10, "τ: training steps per round", ge=1)
     epochs: int = option(
@@ -113,27 +115,27 @@ class Experiment(Options):
     )
     averaging: Literal["size-once", "by-size"] = option(
         "size-once",
-        "how much each client counts where models are averaged: size-once, in proportion to its "
-        "training samples, or all the same where clients are selected by-size and not all take "
-        "part in a round; by-size, in proportion to its training samples there too, so that size "
-        "counts twice",
+        "how much each client counts in a mean of models. size-once: in proportion to its training "
+        "samples, but all the same if clients are selected by-size and only some take part in a "
+        "round; by-size: always in proportion, so that size counts twice if clients are selected "
+        "by-size",
     )
     participation: Participation = option(
         Participation(), "who is there in a round, who drops out, and who is slow"
     )
-    evaluate_every: int = option(1, "all clients are evaluated every so many rounds", ge=1)
+    evaluate_every: int = option(1, "rounds from one evaluation of all clients to the next", ge=1)
     evaluate_clients: int = option(
         0,
-        "how many clients are evaluated and written down, drawn once by the seed: for populations "
-        "that are too large for more; 0: all",
+        "evaluate only this many clients, drawn once by the seed, where all would be too many; "
+        "0: all",
         ge=0,
     )
     data: Dataset = option("digits", "the dataset")
     partition: Partition = option("groups", "how the samples are divided among the clients")
     shift: Shift | None = option(
         None,
-        "what sets groups of clients apart beside their mix of labels, such as labels that mean "
-        "something else",
+        "how groups of clients differ beside their mix of labels, for example in what a label "
+        "means",
     )
     split: Split = option(
         Split(), "how a client splits its samples into train, validation and test"
@@ -147,8 +149,8 @@ class Experiment(Options):
     shared_test: bool = option(
         False,
         "evaluate each client on the test samples of all clients, as many as there are with the "
-        "client's mix of labels: nobody trains on them, and with few of its own a client's "
-        "accuracy is mostly chance; an evaluation takes longer, the more clients there are",
+        "client's mix of labels; nobody trains on them. For clients with few test samples of their "
+        "own, whose accuracy is mostly chance. The more clients, the longer an evaluation takes",
     )
     fresh_mix: Literal["test", "held"] = option(
         "test",
@@ -423,6 +425,19 @@ def _codes(stage: Any) -> bool:
     return isinstance(name, str) and stages[name].codes
 
 
+def _similar_files(path: Path) -> list[str]:
+    """Beside where it should be, if a YAML file is meant."""
+    if path.suffix not in (".yaml", ".yml") or not path.parent.is_dir():
+        return []
+    return get_close_matches(str(path), map(str, path.parent.glob(f"*{path.suffix}")))
+
+
+def _if_a_run(folder: Path) -> str:
+    if not any((folder / name).exists() for name in ("config.yaml", "comparison.yaml")):
+        return ", must be a YAML file or the name of a preset"
+    return f" with a run: --resume {folder} continues it, 'perfed report {folder}' shows it"
+
+
 def read_mapping(path: str | Path | None, folder: str = PRESETS) -> dict[str, Any]:
     """The keys and values of a YAML file or a preset, not yet checked."""
     name = DEFAULT_PRESET if path is None else str(path)
@@ -433,8 +448,11 @@ def read_mapping(path: str | Path | None, folder: str = PRESETS) -> dict[str, An
             with open(name, encoding="utf-8") as file:
                 text = file.read(MOST_CHARACTERS + 1)  # one too many is refused
         except FileNotFoundError:
-            hint = did_you_mean(name, preset_names(folder))
-            raise ConfigError(f"no file and no preset is called '{name}'{hint}") from None
+            hint = did_you_mean(name, _similar_files(Path(name)) or preset_names(folder))
+            kind = "study" if folder == STUDIES else "preset"
+            raise ConfigError(f"no file and no {kind} is called '{name}'{hint}") from None
+        except IsADirectoryError:
+            raise ConfigError(f"{name} is a folder{_if_a_run(Path(name))}") from None
         except (OSError, ValueError) as error:
             raise ConfigError(f"cannot read {name}: {error}") from None
     values = load_yaml(text, name)

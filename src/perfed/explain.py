@@ -18,6 +18,7 @@ from perfed.core.errors import ConfigError
 from perfed.core.privacy import IN_WORDS
 from perfed.core.registry import Component, Registry
 from perfed.core.schema import BOUNDS, Options
+from perfed.runs.design import Tuning
 
 
 @dataclass(frozen=True)
@@ -48,10 +49,15 @@ def explain(key: str) -> list[str]:
     that is nothing."""
     if ":" in key:
         return component_lines(_imported(key), key)
+    if key.endswith(".py"):
+        hint = f"{key}:Name ('perfed list --with {key}' has the names)"
+        raise ConfigError(f"is a file; name what is in it: {hint}", key)
     for folder in (PRESETS, LINKS, STUDIES):
         if key in preset_names(folder):
             return preset_text(key, folder).splitlines()
-    known = entries()
+    if key in STUDY_KEYS:
+        return STUDY.splitlines()
+    known = [*entries(), *_entries(Tuning, "tuning.")]
     key = key.replace("data.public.", "data.")  # a public set may be a dataset of its own
     exact = [entry for entry in known if entry.key == key]
     below = [entry for entry in known if entry.key.startswith(f"{key}.")]
@@ -70,6 +76,24 @@ def explain(key: str) -> list[str]:
         return [line for cls, name in named for line in component_lines(cls, name)]
     raise ConfigError(f"no such key{_hint(key, known)} ('perfed explain' lists all)", key)
 
+
+STUDY_KEYS = ("study", "methods", "settings")
+STUDY = """\
+A study compares methods in several settings: perfed study FILE. FILE has the keys of an experiment,
+which hold for all runs, and
+
+methods
+  names, or {name: …} with options, a label and a grid; all: every method
+  as in: [local, {name: perfed-ckt, clusters: 3, grid: {weight: [0.5, 1.0]}}]
+settings
+  by name, the keys that a setting changes; a list of values makes one setting for each
+  as in: {Dir: {partition: {name: dirichlet, alpha: [0.1, 1.0]}}}
+seeds
+  each method runs with each of them
+tuning
+  how values of a grid are chosen; without it, methods run as listed (perfed explain tuning)
+
+A whole one: perfed explain six-methods"""
 
 PAGES = {"privacy": IN_WORDS}
 """What a key means, where a line does not say it."""

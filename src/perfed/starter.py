@@ -25,7 +25,7 @@ from perfed.core.schema import Options, plain
 from perfed.core.tensorfile import write_atomically
 from perfed.data import Samples, datasets
 from perfed.data.readers import class_folders
-from perfed.data.tables import read_sheet
+from perfed.data.tables import likely_separator, read_sheet
 from perfed.explain import described
 from perfed.runs.simulation import Simulation
 
@@ -51,7 +51,7 @@ def recognise(text: str) -> dict[str, Any]:
         return _recognise_folder(path, text)
     for name, endings in _endings().items():
         if path.suffix.lower() in endings:
-            return {"name": name, "path": text}
+            return _with_separator({"name": name, "path": text}, path)
     if ":" in text:
         return {"name": "torch", "path": text}
     if text in datasets and not hasattr(datasets[text], "path"):
@@ -68,12 +68,19 @@ def _recognise_folder(path: Path, text: str) -> dict[str, Any]:
         return {"name": "images", "path": text, "by_client": True}
     for name, endings in _endings().items():
         if any(entry.suffix.lower() == endings[0] for entry in entries):
-            return {"name": name, "path": text, "by_client": True}
+            first = next(entry for entry in entries if entry.suffix.lower() == endings[0])
+            return _with_separator({"name": name, "path": text, "by_client": True}, first)
     files = " or ".join(endings[0] for endings in _endings().values())
     raise ConfigError(
         f"{path} holds neither folders of images by class nor a {files} file for each client",
         "--data",
     )
+
+
+def _with_separator(source: dict[str, Any], file: Path) -> dict[str, Any]:
+    """Spreadsheets write semicolons where numbers have a decimal comma."""
+    separator = likely_separator(file) if source["name"] == "csv" else ","
+    return source if separator == "," else {**source, "separator": separator}
 
 
 def _endings() -> dict[str, tuple[str, ...]]:
@@ -88,7 +95,7 @@ def likely_target(source: Mapping[str, Any]) -> str:
     try:
         if source.get("by_client"):
             path = min(path.glob("*.csv"))
-        columns = list(read_sheet(path).columns)
+        columns = list(read_sheet(path, source.get("separator", ",")).columns)
     except PerfedError:  # what is wrong is said when the data is read
         return LIKELY_TARGETS[0]
     by_name = {column.lower(): column for column in columns}
@@ -102,7 +109,7 @@ def names_of_rows(source: Mapping[str, Any]) -> list[str]:
     try:
         if source.get("by_client"):
             path = min(path.glob("*.csv"))
-        columns = read_sheet(path).columns
+        columns = read_sheet(path, source.get("separator", ",")).columns
     except PerfedError:  # what is wrong is said when the data is read
         return []
     return [
@@ -177,10 +184,11 @@ class Start:
 
     def described(self) -> str:
         shape = shape_text(self.samples.x.shape[1:])
+        of = f"{shape} numbers" if self.samples.x.ndim == 2 else shape
         names = self.samples.origin.get("classes", [])
         few = f" ({', '.join(names[:5])}{', …' if len(names) > 5 else ''})" if names else ""
         return (
-            f"{len(self.samples.x):,} samples of {shape}, {self.samples.classes} classes{few}, "
+            f"{len(self.samples.x):,} samples of {of}, {self.samples.classes} classes{few}, "
             f"{len(self.samples.public_x):,} public"
         )
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from perfed.cli import main
+from perfed.core.tensorfile import write_atomically
 from perfed.engines import Execution
 from perfed.runs import Callback, RoundReport, run
 from tests import warm
@@ -58,7 +59,7 @@ def refusal(
             "algorithm.caution: expected a finite number, got inf",
         ),
         (["--checkpoint-seconds", "inf"], "--checkpoint-seconds: expected a finite number"),
-        (["--device", "abacus"], "device 'abacus' cannot be used"),
+        (["--device", "abacus"], "device 'abacus' cannot be used: must be auto, cpu, cuda,"),
         (["--device", "meta"], "device 'meta' cannot be used"),
         (["--set", "algorithm=:x"], "cannot import ''"),
         (["--resume", "gone"], "takes no FILE"),
@@ -98,6 +99,42 @@ def test_files_that_are_no_configuration(
     assert message in capsys.readouterr().err
     assert perfed(monkeypatch, "run", tmp_path / "gone.yaml") == 2
     assert "no file and no preset is called" in capsys.readouterr().err
+    assert perfed(monkeypatch, "run", tmp_path / "abd.yaml") == 2
+    assert f"did you mean '{tmp_path / 'bad.yaml'}'?" in capsys.readouterr().err
+
+
+def test_a_folder_is_no_configuration(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert perfed(monkeypatch, "run", tmp_path) == 2
+    assert "is a folder, must be a YAML file or the name of a preset" in capsys.readouterr().err
+    (tmp_path / "config.yaml").write_text("")
+    assert perfed(monkeypatch, "run", tmp_path) == 2
+    assert f"is a folder with a run: --resume {tmp_path} continues it" in capsys.readouterr().err
+
+
+def test_what_the_system_refuses_names_the_file_that_was_meant(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Not the part that is written first, and no error number."""
+
+    def write() -> None:
+        write_atomically(tmp_path, b"")
+
+    monkeypatch.setattr("perfed.cli.app", write)
+    assert refusal(monkeypatch, capsys) == f"perfed: {tmp_path}: Is a directory\n"
+
+
+def test_ctrl_c_while_python_ends_shows_nothing() -> None:
+    code = """if True:
+        import atexit, os, signal, sys
+        atexit.register(os.kill, os.getpid(), signal.SIGINT)  # the first one runs last
+        from perfed.cli import main
+        sys.argv = ["perfed", "--version"]
+        main()
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_run_prints_a_table_and_last_the_directory(
@@ -194,12 +231,20 @@ def test_list_names_everything_with_a_meaning(monkeypatch: pytest.MonkeyPatch) -
     assert perfed(monkeypatch, "--version") == 0
 
 
+def test_a_narrow_terminal_cuts_no_name() -> None:
+    done = warm.perform(["list", "partitions"], env=os.environ | {"COLUMNS": "40"})
+    assert "client-dirichlet" in done.stdout.split()
+    assert "  per_client = 2" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 40
+
+
 # A job in the background starts with Ctrl-C ignored, and so would its children.
 INTERRUPTIBLE = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 from perfed.cli import main
+from perfed.core.tensorfile import write_atomically
 main()
 """
 LONG = ["--set=rounds=150", "--checkpoint-seconds=1000"]
@@ -257,6 +302,7 @@ class Then:
     now = staticmethod(lambda: datetime(2026, 1, 1))
 directory.datetime = Then
 from perfed.cli import main
+from perfed.core.tensorfile import write_atomically
 main()
 """
 

@@ -148,3 +148,5 @@ def test_explain_prints_and_mends(
     assert "τ: training steps per round" in capsys.readouterr().out
     assert here(monkeypatch, "explain", "training.stepps") == 2
     assert "did you mean 'training.steps'?" in capsys.readouterr().err
+    assert here(monkeypatch, "explain", "mine.py") == 2
+    assert "name what is in it: mine.py:Name" in capsys.readouterr().err

@@ -56,7 +56,7 @@ def test_a_narrow_terminal_does_without_whole_columns(
         assert re.split(r"  +", line.strip()) == [cells[n] for n in columns]
     assert max(map(len, lines)) <= width
     note = " ".join(" ".join(lines[4:]).split())
-    assert note.endswith(f"room: {', '.join(left_out)}.") == bool(left_out)
+    assert note.endswith(f"space: {', '.join(left_out)}.") == bool(left_out)
 
 
 def test_a_name_is_folded_at_spaces_before_anything_is_cut(shown: Shown) -> None:

@@ -53,3 +53,8 @@ def test_a_paragraph_is_broken_by_the_terminal_only(
     lines = [line.strip() for line in shown(path, 500, monkeypatch, capsys).splitlines()]
     for paragraph in (COMMANDS[path].help or "").split("\n\n"):
         assert " ".join(paragraph.split()) in lines
+
+
+def test_a_line_of_a_list_is_broken_by_the_terminal_only(path: tuple[str, ...]) -> None:
+    """There Typer keeps the line breaks of the first paragraph."""
+    assert "\n" not in (COMMANDS[path].help or "").split("\n\n")[0]

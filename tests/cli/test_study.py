@@ -80,7 +80,7 @@ def test_killed_it_goes_on(file: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["nothing.yaml"], "no file and no preset is called 'nothing.yaml'"),
+        (["nothing.yaml"], "no file and no study is called 'nothing.yaml'"),
         (["small.yaml", "--methods", "fedavgg"], "--methods: 'fedavgg' is none of local, fedavg"),
         (["small.yaml", "--settings", "x"], "--settings: 'x' is none of groups, IID"),
         (["small.yaml", "--shard", "3/2"], "--shard: '3/2' is not a shard"),

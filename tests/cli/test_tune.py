@@ -50,6 +50,7 @@ def test_a_folder_keeps_its_search_and_the_same_search_goes_on(
     shown = capsys.readouterr()
     assert "Settings of local\n" in shown.out
     assert f"run directory: {out}; " in shown.err
+    assert shown.err.startswith("2 of 2 settings left to try")
     before = (out / "tune.json").read_text()
     for other in (["--grid", "rounds=2,3"], [*GRID, "--set", "rounds=4"]):
         error = refusal(monkeypatch, capsys, *search, *other)
@@ -86,6 +87,18 @@ def test_a_range_needs_optuna_and_lists_do_not(
         assert len(found["trials"]) == found["of"] == int(trials)
         for trial in found["trials"]:
             assert 0.01 <= trial["choice"]["training.learning_rate"] <= 0.1
+
+
+def test_an_option_of_the_algorithm_needs_no_prefix(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    config: Path,
+) -> None:
+    """As in a study."""
+    search = ["tune", config, "-a", "perfed-ckt", "--grid", "weight=0.5,2", "--json"]
+    assert perfed(monkeypatch, *search, "--seconds", "0", "--out", tmp_path / "out") == 0
+    assert list(json.loads(capsys.readouterr().out)["grid"]) == ["algorithm.weight"]
 
 
 def test_help_says_where_it_goes(

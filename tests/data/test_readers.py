@@ -88,6 +88,18 @@ def test_a_class_may_be_called_train(tmp_path: Path) -> None:
     assert np.array_equal(split.labels, sets.LABELS)
 
 
+def test_a_folder_without_pictures_is_spoken_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = sets.image_folders(tmp_path)
+    (root / "train" / "airplane" / "a.txt").write_text("")
+    for name in ("emu", ".cache", "__MACOSX"):
+        (root / "train" / name).mkdir()
+    (root / "test" / "emu").mkdir()
+    assert read(root).names == CIFAR10.classes
+    assert caplog.messages == [f"{root}: folders without pictures are not classes: emu"]
+
+
 def test_jpeg_and_grey_pictures_become_rgb(tmp_path: Path) -> None:
     for name, mode in (("a", "L"), ("b", "RGB")):
         (tmp_path / name).mkdir()

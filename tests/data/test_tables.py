@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from perfed import Split, datasets, partitions
 from perfed.core.errors import ConfigError
+from perfed.core.notices import say_once
 from perfed.data import Federation, build_federation
 from perfed.data.datasets import Samples
 from perfed.data.tables import is_number
@@ -142,7 +143,10 @@ def test_clients_by_column_and_by_file(tmp_path: Path) -> None:
         ("a,label\n1,x\n", {"ignore": ["a"]}, "has no column beside the label"),
         ("a,label\n1,x\n", {"client": "who"}, "data.client: "),
         ('a,label\n"1,x\n', {}, "cannot be read"),
-        ("a,label\n\xff,x\n", {}, "cannot be read"),
+        ("a,label\n\xff,x\n", {}, "cannot be read: it is not UTF-8; save it"),
+        ("1,1\n2,3\n", {}, "column 1 is named '1', like another; the first line must name"),
+        ("a;label\n1,5;x\n", {}, "line 2: 2 cells, the header has 1; set data.separator to ';'"),
+        ("a;label\n1,5;x\n", {"separator": ";"}, "line 2, column 'a': 1,5 has a decimal comma"),
         ("a;label\n1;x\n", {"separator": ";;"}, "separator: ';;' is not one character"),
     ],
 )
@@ -164,6 +168,18 @@ def test_names_and_measurements_are_no_categories(tmp_path: Path) -> None:
         load(path, target="kind")
     with pytest.raises(ConfigError, match="column 'n' has 1,500 different values"):
         load(path, target="n", ignore=["who"])
+
+
+def test_words_that_are_no_categories_are_spoken_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    say_once.cache_clear()
+    rows = [[f"comment {n}", "red", "ab"[n % 2]] for n in range(60)]
+    path = own_files.table(tmp_path / "a.csv", rows, ["comment", "colour", "kind"])
+    load(path, target="kind")
+    (line,) = caplog.messages
+    assert "column 'comment'" in line
+    assert "60 different words in 60 rows" in line
 
 
 words = st.text(st.characters(codec="utf-8", exclude_characters="\x00\r\n"), min_size=1).map(

@@ -174,7 +174,7 @@ def test_one_seed_is_said(tmp_path: Path) -> None:
     words = words_of(paths)
     assert "one seed (3)" in words
     assert "at the end, with one seed" in words
-    assert "One seed: another division of the data may give another order." in words
+    assert "One seed: another one divides the data anew, and the order may change." in words
     assert "One seed: how much another would change is not known." in words_of(paths[1:])
 
 

@@ -495,7 +495,7 @@ def test_what_is_not_told_apart_from_the_best_is_marked_too(tmp_path: Path) -> N
     # Eight pairs of one sign: 2 / 2⁸, and times two tests.
     assert found.sections[0].against_best["local"] == pytest.approx(2 * 2 / 2**8)
     assert "one seed (4)" in table.title
-    assert "One seed: how much another division" in table.note
+    assert "One seed: another one divides the data anew" in table.note
     assert "±" not in table.text()
 
 

@@ -65,7 +65,7 @@ class PerFedKin(PerFedEvidence):
     standard_errors: float = option(
         1.0,
         "a group is split if clients of both halves fit their half better than the whole group, by "
-        "more than so many standard errors",
+        "more than this many standard errors",
         ge=0,
     )
 

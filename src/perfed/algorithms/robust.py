@@ -49,7 +49,7 @@ Vectors = dict[str, Tensor]
 @stages.register("bounded")
 @dataclass(frozen=True)
 class Bounded(Stage):
-    """No client is heard from farther away, or for more samples, than is usual."""
+    """Limits how far from the middle a message may be, and for how many samples it counts."""
 
     reach: float = option(
         2.0, "how many times the median distance from the middle a client may be away", gt=0
@@ -92,7 +92,7 @@ class Bounded(Stage):
 @stages.register("history")
 @dataclass(frozen=True)
 class History(Stage):
-    """Who fits nobody, or is too far from the middle, round after round, is heard less.
+    """A client that fits nobody, or is too far from the middle, counts less from round to round.
 
     A client's share is e to the power of what speaks for it, in all rounds together, and 1 at most.
     Where clients send outputs on public samples, a round speaks for a client as PerFed-Kin does:
@@ -232,7 +232,7 @@ class Middle(Stage):
 @stages.register("median")
 @dataclass(frozen=True)
 class Median(Middle):
-    """Of each number, the median over clients in the place of the mean."""
+    """The median over clients of each number, instead of the mean."""
 
     def middle(self, rows: Tensor) -> Tensor:
         return middle_of(rows)
@@ -241,7 +241,7 @@ class Median(Middle):
 @stages.register("trimmed")
 @dataclass(frozen=True)
 class Trimmed(Middle):
-    """Of each number, the mean over clients without the largest and the smallest."""
+    """The mean over clients of each number, without the largest and the smallest."""
 
     share: float = option(0.3, "share of the clients that is left out at either end", ge=0, lt=0.5)
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import codecs
 import inspect
 import io
+import os
+import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -91,13 +95,15 @@ def _root(
 
 def main() -> None:
     _say_what_can_be_said()
+    # An impatient third Ctrl-C while Python ends would show a traceback after the last word.
+    atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
     try:
         app()
     except PerfedError as error:
         print(f"perfed: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
     except OSError as error:  # a full disk, a directory one may not write to
-        print(f"perfed: {error}", file=sys.stderr)
+        print(f"perfed: {_said(error)}", file=sys.stderr)
         sys.exit(2)
     except (MemoryError, RuntimeError) as error:
         if not _is_shortage(error):
@@ -105,6 +111,17 @@ def main() -> None:
         hint = "fewer clients, smaller batches or networks, or --store-limit"
         print(f"perfed: not enough memory: {hint}", file=sys.stderr)
         sys.exit(2)
+
+
+def _said(error: OSError) -> str:
+    """The file that was meant, not the part that is written first, and no error number."""
+    path = error.filename2 or error.filename
+    if not path or not error.strerror:
+        return str(error)
+    path = Path(os.fsdecode(path))
+    if path.name.startswith(".") and path.suffix == ".part":
+        path = path.with_name(path.stem[1:])
+    return f"{path}: {error.strerror}"
 
 
 def _say_what_can_be_said() -> None:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import perfed
@@ -18,6 +19,8 @@ from perfed.core.metrics import metrics
 from perfed.core.objects import import_module, import_object
 from perfed.core.registry import Component, Registry
 from perfed.explain import about, described, shown_default
+
+OPTION_WIDTH = 28
 
 
 def list_(
@@ -100,17 +103,19 @@ def _is_component(value: Any) -> bool:
 
 
 def _print_components(console: Console, title: str, components: dict[str, type[Component]]) -> None:
+    """Two columns, so that the meaning has most of a terminal."""
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
-    for column in ("name", "option", "default", "meaning"):
-        table.add_column(column, style="bold" if column == "name" else None)
+    most = max(OPTION_WIDTH, console.width // 2 - OPTION_WIDTH)
+    table.add_column("name, and options = default", max_width=most, overflow="fold")
+    table.add_column("meaning")
     for heading, names in _sections(components).items():
         if heading:
-            table.add_row("", "", "", f"[bold italic]{heading}[/]")
+            table.add_row("", f"[bold italic]{heading}[/]")
         for name in names:
-            table.add_row(name, "", "", _meaning(components[name]))
+            table.add_row(f"[bold]{escape(name)}[/]", escape(_meaning(components[name])))
             for field in dataclasses.fields(components[name]):
-                default, meaning = shown_default(field), described(components[name], field)
-                table.add_row("", field.name, default, meaning)
+                option = f"  {field.name} = {shown_default(field)}"
+                table.add_row(escape(option), escape(described(components[name], field)))
     console.print(table)
     console.print()
 

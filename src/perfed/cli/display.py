@@ -211,7 +211,7 @@ def narrowed(table: Table, width: int) -> Table:
             left_out.append(title)
     if not left_out:
         return table
-    note = f"{shown.note} Left out, for want of room: {', '.join(left_out)}."
+    note = f"{shown.note} Not shown, for lack of space: {', '.join(left_out)}."
     return dataclasses.replace(shown, note=note)
 
 

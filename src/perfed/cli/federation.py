@@ -50,7 +50,7 @@ def federation_try(
         Path | None, typer.Option(metavar="DIR", help="Keep all files, in a new folder.")
     ] = None,
 ) -> None:
-    """A whole federation on this machine, with the digits: superlink, sites, a run, the table."""
+    """Run a whole federation on this machine, with digits: superlink, sites, a run, the table."""
     initialise.require_flower()
     from perfed.flower.services import Stopped
     from perfed.flower.trial import try_out
@@ -73,7 +73,7 @@ def federation_serve(
     ] = "",
     port: Annotated[int, typer.Option(help="Port where sites come in.")] = GATE,
 ) -> None:
-    """The coordinator's superlink and gate, until you stop them; registers certificates/*.pub."""
+    """Run the coordinator's superlink and gate until you stop them; register certificates/*.pub."""
     initialise.require_flower()
     from perfed.flower.services import serve
 
@@ -106,7 +106,7 @@ def federation_gate(
         Path, typer.Option(help="The run directory: sites that come later get a model of it.")
     ] = Path("run"),
 ) -> None:
-    """Let sites through to the superlink, and nobody else; 'serve' does it, too."""
+    """Let sites, and nobody else, through to the superlink; 'serve' does this, too."""
     initialise.require_flower()
     from perfed.flower.gate import serve
 
@@ -118,7 +118,7 @@ RUN = Annotated[Path, typer.Argument(metavar="[RUN]", help="The coordinator's ru
 
 @federation.command("status")
 def federation_status(run: RUN = Path("run"), as_json: JsonOption = False) -> None:
-    """Is a process at work on the run? Who is there? Ends with 1 where nobody is at work."""
+    """Show whether a process works on the run, and who is there; ends with 1 if no process does."""
     if as_json:
         state = look(run)
         print_json(state.to_mapping(), indent=1)
@@ -145,7 +145,7 @@ METRICS_PORT = Annotated[int, typer.Option(help="Port to listen on; 0: any.")]
 def federation_metrics(
     run: RUN = Path("run"), host: HOST = "127.0.0.1", port: METRICS_PORT = 9464
 ) -> None:
-    """Health and numbers of a run over HTTP, for Prometheus: /health and /metrics."""
+    """Serve health and numbers of a run over HTTP, for Prometheus: /health and /metrics."""
     metrics = _metrics()
     numbers, health = partial(metrics.of_run, run), partial(metrics.health_of_run, run)
     metrics.serve(metrics.application(numbers, health, "client"), host, port)
@@ -156,7 +156,7 @@ def federation_rollback(
     to: Annotated[int, typer.Option(min=-1, help="The round after which the state was good.")],
     run: RUN = Path("run"),
 ) -> None:
-    """Let the server go on from an earlier state; 'start' then goes on with the next round."""
+    """Put the server back to an earlier state; 'start' then goes on with the round after it."""
     print("\n".join(upkeep.roll_back(run, to)))
 
 
@@ -168,7 +168,7 @@ def federation_check(
         typer.Option(metavar="PLAN.JSON", help="Also write the plan that sites would get."),
     ] = None,
 ) -> None:
-    """Check a coordinator's configuration; prints the hash of the public set."""
+    """Check a coordinator's configuration, and print the hash of the public set."""
     print("\n".join(initialise.check_coordinator(file, plan)))
 
 
@@ -183,7 +183,7 @@ def federation_start(
     database: Annotated[Path, typer.Option(help="The superlink's.")] = Path("superlink.db"),
     stream: Annotated[bool, typer.Option(help="Show what the run says.")] = True,
 ) -> None:
-    """Start the run, or go on with it where it was, and show what it says."""
+    """Start the run, or continue a stopped one, and show what it says."""
     initialise.require_flower()
     from perfed.flower.signing import start
 
@@ -214,7 +214,7 @@ def federation_release(
         str, typer.Argument(metavar="SITE", help="The site's key, SHA256:…, or its name.")
     ],
 ) -> None:
-    """Let another site, or one with a new key, have a client's number."""
+    """Give a client's number to another site, or to a site with a new key."""
     initialise.require_flower()
     from perfed.flower.coordinator import release
 
@@ -263,8 +263,7 @@ def site_check(
         ),
     ] = None,
 ) -> None:
-    """Before joining, all faults at once: data, labels, shapes, ranges, splits, model, public set,
-    and what this site agrees to."""
+    """Find all faults before joining: data, splits, model, public set, and the site's terms."""
     found = initialise.check_site(file, plan)
     if found.lines or found.notices:
         print("\n".join([*found.lines, *(f"notice: {line}" for line in found.notices)]))
@@ -280,7 +279,7 @@ def site_start(
         Path, typer.Argument(metavar="KIT", help="A kit, or the folder that it was unpacked to.")
     ],
 ) -> None:
-    """Take part in a federation, until you stop it. A kit is unpacked beside it at first."""
+    """Take part in a federation until you stop it. A kit is first unpacked beside itself."""
     initialise.require_flower()
     from perfed.flower.kit import open_kit
     from perfed.flower.services import start_site
@@ -314,7 +313,7 @@ def site_ledger(
         bool, typer.Option("--all", help=f"All lines, not the newest {NEWEST} alone.")
     ] = False,
 ) -> None:
-    """What this site was asked, what left it, what it refused; and is any of that changed?"""
+    """Show what this site was asked, sent and refused, and whether the record was changed."""
     ledger = Ledger(file if file.is_dir() else _state(file))
     contents = ledger.read()
     print(contents.table(None if everything else NEWEST).text())
@@ -324,7 +323,7 @@ def site_ledger(
 
 @site.command("metrics")
 def site_metrics(file: SITE_FILE, host: HOST = "127.0.0.1", port: METRICS_PORT = 9465) -> None:
-    """Health and numbers of a site over HTTP, for Prometheus: /health and /metrics."""
+    """Serve health and numbers of a site over HTTP, for Prometheus: /health and /metrics."""
     metrics = _metrics()
     numbers, health = partial(metrics.of_site, file), partial(metrics.health_of_site, file)
     metrics.serve(metrics.application(numbers, health, "event"), host, port)
@@ -334,7 +333,7 @@ def site_metrics(file: SITE_FILE, host: HOST = "127.0.0.1", port: METRICS_PORT =
 def site_backup(
     file: SITE_FILE, out: Annotated[Path, typer.Argument(metavar="FILE", help="A new .tar.gz.")]
 ) -> None:
-    """The site's state in one file, also while it runs: models, progress, approvals, ledger."""
+    """Save a site's state in one file, also while it runs: models, progress, approvals, ledger."""
     print(f"{out}: {backup.backup(file, out)} files; it holds the site's models: keep it safe")
 
 
@@ -354,7 +353,7 @@ def site_approve(
         str, typer.Argument(metavar="[HASH]", help="Of the plan to approve; without: show it.")
     ] = "",
 ) -> None:
-    """Let this site join with a plan that is not the one it joined with before."""
+    """Approve a plan other than the one this site joined with before."""
     state = _state(file)
     approvals = Approvals(state, Ledger(state))
     if plan:

@@ -38,8 +38,8 @@ LinkOption = Annotated[
     typer.Option(
         "--link",
         metavar="NAME",
-        help="Also apply this link ('perfed list links'): what happens to messages on their way. "
-        "Several may be given.",
+        help="Send messages over this link, such as fewer bytes or noise ('perfed list links'). "
+        "May be given several times.",
         autocompletion=completion.links,
     ),
 ]
@@ -85,7 +85,7 @@ JsonOption = Annotated[
         "--json",
         callback=_json_only,
         is_eager=True,
-        help="Print the final summary as JSON only.",
+        help="Print the result as JSON, and nothing else.",
     ),
 ]
 EngineOption = Annotated[
@@ -119,11 +119,12 @@ StoreOption = Annotated[
     typer.Option(
         "--store-limit",
         metavar="MIB",
-        help="Keep so many MiB of client models in memory, the rest on disk.",
+        help="Keep at most this many MiB of client models in memory, the rest on disk.",
     ),
 ]
 CheckpointOption = Annotated[
-    float, typer.Option("--checkpoint-seconds", help="Seconds between two checkpoints, at least.")
+    float,
+    typer.Option("--checkpoint-seconds", help="Write at most one checkpoint in this many seconds."),
 ]
 TensorBoardOption = Annotated[
     bool,
@@ -138,7 +139,7 @@ SideBySideOption = Annotated[
     bool, typer.Option("--side-by-side", help="Run all seeds of an algorithm at once.")
 ]
 SecondsOption = Annotated[
-    float, typer.Option("--seconds", help="Start no new run after so many seconds.", min=0)
+    float, typer.Option("--seconds", help="Start no new run after this many seconds.", min=0)
 ]
 
 

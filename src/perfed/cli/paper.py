@@ -30,6 +30,7 @@ from perfed.cli.options import (
     parse_numbers,
     parse_seeds,
     print_json,
+    tell,
 )
 from perfed.config import load_yaml, overridden
 from perfed.core import layout
@@ -113,11 +114,11 @@ def reproduce(
     precision: PrecisionOption = "auto",
     checkpoint_seconds: CheckpointOption = Execution.checkpoint_seconds,
 ) -> None:
-    """Make a result of the paper again, and show it beside the paper's own numbers.
+    """Reproduce a result of the paper, and show it beside the paper's own numbers.
 
-    The tables are many runs. The same command goes on where it was stopped, and shows what there
-    is so far; --seconds 0 only shows it. Shards may run on several machines: copy their records/
-    into one folder.
+    A table takes many runs. The same command continues where it was stopped, and shows what there
+    is so far. With --seconds 0 it only shows. Shards may run on several machines: copy their
+    records/ into one folder.
     """
     known = [*SINGLE, *STUDIES]
     if what not in (*known, ALL):
@@ -207,14 +208,14 @@ def tune(
             "--grid",
             metavar="KEY=V,V,…",
             help="Values to try, such as algorithm.weight=0.5,2; once for each key. Or a range: "
-            "0.5..2, or 0.1..10:log (needs optuna). The paper's grid without it.",
+            "0.5..2, or 0.1..10:log (needs optuna). Default: the paper's grid.",
         ),
     ] = None,
     trials: Annotated[
         int | None,
         typer.Option(
             metavar="N",
-            help="Try so many settings of the grid, chosen at random; default: all. With a range: "
+            help="Try N settings of the grid, chosen at random; default: all. With a range: "
             "each chosen by those before it, and bad ones stopped early.",
             min=1,
         ),
@@ -245,7 +246,7 @@ def tune(
 ) -> None:
     """Search settings by validation accuracy.
 
-    Every trial is kept. The same command goes on where it was stopped.
+    Every trial is kept. The same command continues a stopped search.
     """
     values = overridden(file, set_ or (), links=link or ())
     values.pop("seed", None)
@@ -256,7 +257,7 @@ def tune(
         values["algorithm"] = parse_algorithm(algorithm[0])
     search = tuning.Search(
         values,
-        _parse_grid(grid) if grid else _papers_grid(values),
+        _parse_grid(grid, values) if grid else _papers_grid(values),
         tuple(parse_seeds(seeds)),
         trials,
     )
@@ -266,7 +267,10 @@ def tune(
     part = Shard.parse(shard)
     search.check_folder(path)
     search = search.run(path, how, (), part, seconds=0)  # what the records there lead to
-    _write_trials(search, path)  # says which search it is, also if this one is killed
+    so_far, _ = _write_trials(search, path)  # says which search it is, also if this one is killed
+    left = so_far["of"] - len(so_far["trials"])
+    if left and not as_json:
+        tell(f"{left} of {so_far['of']} settings left to try (--trials: fewer, drawn at random)")
     with conducting(path) as display:
         search = search.run(path, how, [display], part, seconds, side_by_side)
     result, shown = _write_trials(search, path)
@@ -294,12 +298,17 @@ def _run_study(
         study.run(how, [display], Shard.parse(shard), seconds, side_by_side)
 
 
-def _parse_grid(texts: Sequence[str]) -> dict[str, Sequence[Any] | Range]:
+def _parse_grid(
+    texts: Sequence[str], values: Mapping[str, Any]
+) -> dict[str, Sequence[Any] | Range]:
+    """By key of an experiment. As in a study, ``weight`` is ``algorithm.weight``."""
+    options = vars(perfed.algorithms.build(values.get("algorithm", "perfed-ckt")))
     grid: dict[str, Sequence[Any] | Range] = {}
     for text in texts:
         key, equals, choices = text.partition("=")
         if not equals or not choices:
             raise ConfigError(f"'{text}' is not of the form key=value,value", "--grid")
+        key = f"algorithm.{key}" if key in options else key
         if key in grid:
             raise ConfigError("is there twice; give all its values at once", f"--grid {key}")
         where = f"--grid {key}"

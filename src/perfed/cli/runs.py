@@ -56,7 +56,7 @@ def run(
         bool,
         typer.Option(
             "--accept-changes",
-            help="With --resume: go on with what has been changed in the run's config.yaml.",
+            help="With --resume: accept what you changed in the run's config.yaml.",
         ),
     ] = False,
     as_json: JsonOption = False,
@@ -72,7 +72,7 @@ def run(
 ) -> None:
     """Run an experiment. Without a FILE, run the example (a minute on a laptop).
 
-    Every key of a FILE is explained by 'perfed explain'; 'perfed init' writes one to start from.
+    Write a FILE to start from with 'perfed init'. 'perfed explain KEY' says what a key means.
     """
     how = execution(engine, workers, device, precision, store_limit, checkpoint_seconds)
     tracking = trackers(tensorboard=tensorboard, mlflow=mlflow, wandb=wandb)
@@ -97,8 +97,8 @@ def compare(
             "--algorithm",
             "-a",
             metavar="NAME[,KEY=VALUE…]",
-            help="One of them, with options where they are not the defaults, such as "
-            "perfed-ckt,clusters=3; once for each.",
+            help="An algorithm, with options that are not the defaults, such as "
+            "perfed-ckt,clusters=3. Once for each algorithm.",
             autocompletion=completion.algorithms,
         ),
     ] = None,

@@ -72,7 +72,7 @@ def study(
             "--processes",
             metavar="N",
             min=0,
-            help="Run so many methods at once, a process each; 0: one per GPU, or per core.",
+            help="Run N methods at once, each in its own process; 0: one per GPU, or per core.",
         ),
     ] = 1,
     engine: EngineOption = "auto",
@@ -85,8 +85,8 @@ def study(
 
     Runs methods × settings × seeds. Differences come with intervals and tests.
 
-    The same command goes on where it was stopped, and shows what there is so far. With --seconds 0
-    it only shows. Shards may run on several machines: copy their records/ into one folder.
+    The same command continues a stopped study, and shows what there is so far. With --seconds 0 it
+    only shows. Shards may run on several machines: copy their records/ into one folder.
     """
     values = overridden(file, set_ or (), STUDIES, link or ())
     planned = design(values)

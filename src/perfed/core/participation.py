@@ -22,12 +22,12 @@ class Participation(Options):
     """Everybody is there in every round, unless told otherwise."""
 
     shifts: int = option(
-        1, "clients are divided into so many shifts, which are there one after another", ge=1
+        1, "number of groups of clients that are there one after another; 1: all at once", ge=1
     )
     shift_rounds: int = option(1, "rounds that a shift lasts", ge=1)
     late: float = option(0.0, "share of the clients that join late", ge=0, lt=1)
     late_rounds: int = option(
-        10, "each of them joins after 1 to so many rounds, all equally likely", ge=1
+        10, "each of them joins after 1 to this many rounds, all equally likely", ge=1
     )
     dropout: float = option(
         0.0,

@@ -20,12 +20,10 @@ from perfed.core.errors import ConfigError
 from perfed.core.registry import Component, Registry
 from perfed.core.schema import option
 
-MINIMUM_HELP = (
-    "smallest number of samples of a client; where one has fewer, 'repair' says what happens"
-)
+MINIMUM_HELP = "smallest number of samples of a client; 'repair' says what happens if one has fewer"
 REPAIR_HELP = (
-    "move samples from the largest clients to those below the minimum; false: leave these out, so "
-    "that there are fewer clients, numbered anew"
+    "true: move samples from the largest clients to those below the minimum; false: leave those "
+    "below it out, so that there are fewer clients, numbered anew"
 )
 
 

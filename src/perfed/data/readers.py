@@ -23,6 +23,7 @@ from typing import Any, BinaryIO, ClassVar, TypeVar
 import numpy as np
 
 from perfed.core.errors import DataError, cut, shape_text, shown
+from perfed.core.notices import say_once
 from perfed.data.arrays import load_arrays
 from perfed.data.opening import file_content, open_file, reason
 
@@ -332,9 +333,18 @@ def _pictures(folder: Path) -> list[Path]:
     )
 
 
+def _tell_of_empty(path: Path, classes: Sequence[Path]) -> None:
+    """A folder without pictures beside the classes may have been meant as one."""
+    beside = {one.name for parent in {kind.parent for kind in classes} for one in _folders(parent)}
+    empty = sorted(name for name in beside - {kind.name for kind in classes} if name[0] not in "._")
+    if empty:
+        say_once(f"{path}: folders without pictures are not classes: {', '.join(empty)}")
+
+
 def read_image_folders(path: Path, progress: Progress = silent, look: Look = AS_THEY_ARE) -> Images:
     """Pictures in one folder per class, by folder and by file name."""
     folders = class_folders(path)
+    _tell_of_empty(path, folders)
     names = sorted({folder.name for folder in folders})
     label_of = {name: label for label, name in enumerate(names)}
     files = [(file, label_of[folder.name]) for folder in folders for file in _pictures(folder)]

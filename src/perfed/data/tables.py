@@ -12,6 +12,7 @@ from __future__ import annotations
 import csv
 import itertools
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ import numpy as np
 
 from perfed.core.errors import ConfigError, DataError, did_you_mean, shape_text
 from perfed.core.inputs import Tokens
+from perfed.core.notices import say_once
 from perfed.core.schema import option
 from perfed.data.datasets import Unlabeled, datasets
 from perfed.data.opening import open_file
@@ -36,6 +38,9 @@ from perfed.data.sources import (
 )
 
 MOST_WORDS = 1000  # in a column; more are names, and no categories
+MANY_WORDS = 20  # from here on, words that mostly differ from row to row are spoken of
+LONGEST_HEADER = 1 << 16
+COMMA_NUMBER = re.compile(r"[+-]?\d+,\d+")
 
 
 @dataclass(frozen=True)
@@ -218,6 +223,15 @@ class Csv(Places):
                 f"column '{name}' of {sheets[0].path} has {len(words):,} different words: "
                 "if it names its rows, list it under 'ignore'"
             )
+        if self.separator != "," and all(map(COMMA_NUMBER.fullmatch, words)):
+            cell = f"{sheets[0].cell(0, name)}: {columns[0][0]}"
+            raise DataError(f"{cell} has a decimal comma: write numbers with a point, as in 0.5")
+        rows = sum(map(len, columns))
+        if len(words) > max(MANY_WORDS, rows / 2):
+            say_once(
+                f"column '{name}' of {sheets[0].path} has {len(words)} different words in {rows} "
+                "rows, and each is a feature: to leave the column out, list it under data.ignore"
+            )
         return Feature(name, tuple(sorted(words)))
 
     def _labels(self, sheets: Sequence[Sheet]) -> tuple[np.ndarray, tuple[str, ...]]:
@@ -260,8 +274,22 @@ def read_sheet(path: Path, separator: str = ",") -> Sheet:
     try:
         with TextIOWrapper(open_file(path), encoding="utf-8-sig", newline="") as file:
             return _read_rows(path, csv.reader(file, delimiter=separator, strict=True))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+    except UnicodeDecodeError:
+        raise DataError(
+            f"{path} cannot be read: it is not UTF-8; save it as CSV in UTF-8"
+        ) from None
+    except (OSError, csv.Error) as error:
         raise DataError(f"{path} cannot be read: {error}") from None
+
+
+def likely_separator(path: Path) -> str:
+    """A comma, or what stands in its place in the first line."""
+    try:
+        with TextIOWrapper(open_file(path), encoding="utf-8-sig") as file:
+            first = file.readline(LONGEST_HEADER)
+    except (OSError, UnicodeDecodeError):  # said when the data is read
+        return ","
+    return max(",;\t", key=first.count)
 
 
 def _read_rows(path: Path, rows: Iterator[list[str]]) -> Sheet:
@@ -272,7 +300,10 @@ def _read_rows(path: Path, rows: Iterator[list[str]]) -> Sheet:
     for name in header:
         if not name or counts[name] > 1:
             fault = f"is named '{name}', like another" if name else "has no name"
-            raise DataError(f"{path}: column {header.index(name) + 1} {fault}")
+            raise DataError(
+                f"{path}: column {header.index(name) + 1} {fault}; the first line must name the "
+                "columns"
+            )
     cells: list[list[str]] = []
     lines: list[int] = []
     for row in rows:
@@ -280,7 +311,10 @@ def _read_rows(path: Path, rows: Iterator[list[str]]) -> Sheet:
         if not row:
             continue  # an empty line
         if len(row) != len(header):
-            raise DataError(f"{path}, line {line}: {len(row)} cells, the header has {len(header)}")
+            other = likely_separator(path) if len(header) == 1 else ","
+            hint = "" if other == "," else f"; set data.separator to {other!r}"
+            counted = f"{len(row)} cells, the header has {len(header)}"
+            raise DataError(f"{path}, line {line}: {counted}{hint}")
         cells.append([cell.strip() for cell in row])
         lines.append(line)
     if not cells:

@@ -63,6 +63,8 @@ class Execution(Options):
             float(torch.zeros(1, dtype=torch.float64, device=device))
         except (RuntimeError, AssertionError, ImportError, TypeError) as error:
             reason = str(error).splitlines()[0]
+            if reason.startswith("Expected one of"):  # PyTorch then names all devices it ever had
+                reason = "must be auto, cpu, cuda, or cuda:1 for the second GPU"
             raise ConfigError(f"device '{name}' cannot be used: {reason}") from None
         return device
 

@@ -222,9 +222,8 @@ def clients_by_round(curves: Sequence[Series]) -> Chart | None:
     )
     if same_data(curves) and _range(ends[closest][1:3]) != _range(ends[widest][1:3]):
         chart.caption += (
-            f" {_when(curves).capitalize()} the middle half lies closest together with {closest} "
-            f"({_range(ends[closest][1:3])}) and furthest apart with {widest} "
-            f"({_range(ends[widest][1:3])})."
+            f" {_when(curves).capitalize()} clients differ least with {closest} (middle half: "
+            f"{_range(ends[closest][1:3])}) and most with {widest} ({_range(ends[widest][1:3])})."
         )
     return chart
 
@@ -326,7 +325,7 @@ def gains(curves: Sequence[Series]) -> Chart | None:
     chart.caption = (
         f"Each dot is a client. It gains (blue) if it is more than {HARM:g} points above its own "
         f"local model, and loses (vermilion) if it is more than {HARM:g} points below. "
-        "A bar is the mean of a third of the clients: those with the fewest samples on the left. "
+        "Each bar is the mean of a third of the clients, sorted by their number of samples. "
         f"{_highest_and_lowest(words, '. ', same_data(curves))}."
     )
     return chart
@@ -374,14 +373,14 @@ def cluster_membership(run: Run, number: int) -> Chart | None:
     )
     if again:
         chart.caption += (
-            " In the second half of the run a client that came back "
-            f"{'was in' if found.by_server else 'chose'} its cluster of before "
+            " In the second half of the run, a client that was selected again "
+            f"{'was in' if found.by_server else 'chose'} the same cluster as before "
             f"in {same} of {again} cases ({100 * same / again:.0f} %)."
         )
     if found.traced:
         chart.caption += (
-            " The server forms clusters anew in every round; a letter follows the centroid most "
-            "like the one before."
+            " The server forms new clusters in every round. A centroid keeps the letter of the "
+            "earlier one that it is most like."
         )
     elif found.networks > 1:
         chart.caption += (
@@ -428,12 +427,12 @@ def centroid_similarity(run: Run, number: int) -> Chart | None:
     )
     (a, b), (c, d) = _extremes(table)
     chart.caption = (
-        "Overlap: the share of probability that two centroids give to the same classes, on average "
-        "over the public set; 1 where they teach the same, 0 where they agree on nothing. After "
+        "Overlap: the share of probability that two centroids give to the same classes, as a mean "
+        "over the public set. 1: they teach the same. 0: they agree on nothing. After "
         f"round {max(found.overlaps) + 1} the least alike are {names[a]} and {names[b]} "
         f"({table[a, b]:.2f}), the most alike {names[c]} and {names[d]} ({table[c, d]:.2f}). "
-        f"Right: mean, least and most of all pairs; the mean began at {middle[0]:.2f} and is now "
-        f"{middle[-1]:.2f}."
+        "Right: mean, smallest and largest overlap of all pairs. The mean began at "
+        f"{middle[0]:.2f} and is now {middle[-1]:.2f}."
     )
     return chart
 
@@ -461,10 +460,9 @@ def labels_per_client(runs: Sequence[Run]) -> Chart | None:
     classes, held, sizes = counts.shape[1], (counts > 0).sum(1), counts.sum(1)
     chart.caption = (
         f"The area of a bubble is how many training samples of a label a client has, at most "
-        f"{counts.max()}; clients are sorted by their commonest label. A client has from "
-        f"{sizes.min()} to {sizes.max()} training samples, {np.median(sizes):g} in the middle, and "
-        f"from {held.min()} to {held.max()} of the {classes} labels, {np.median(held):g} in the "
-        "middle."
+        f"{counts.max()}. Clients are sorted by their most frequent label. A client has "
+        f"{sizes.min()} to {sizes.max()} training samples (median {np.median(sizes):g}) and "
+        f"{held.min()} to {held.max()} of the {classes} labels (median {np.median(held):g})."
     )
     if len({other.seed for other in runs}) > 1:
         chart.caption += " Another seed divides the data in another way."
@@ -488,10 +486,10 @@ def classes_heard(runs: Sequence[Run]) -> Chart | None:
     named = [int((own >= LEAST_SHARE).sum()) for own in shares.values()]
     chart.caption = (
         "What the coordinator knows of the sites' labels. The area of a bubble is the share of "
-        "probability that a site's newest answer gives to a class, on average over the public set, "
-        f"where it is at least {100 * LEAST_SHARE:g} %; clients are sorted by the class that they "
-        f"name most. An answer names from {min(named)} to {max(named)} of the "
-        f"{len(next(iter(shares.values())))} classes. What labels a site really has stays there."
+        "probability that a site's newest answer gives to a class, as a mean over the public set. "
+        f"Shares below {100 * LEAST_SHARE:g} % are left out. Clients are sorted by the class that "
+        f"they name most. An answer names {min(named)} to {max(named)} of the "
+        f"{len(next(iter(shares.values())))} classes. The site's real labels stay at the site."
     )
     return chart
 

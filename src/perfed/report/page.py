@@ -226,7 +226,7 @@ def _tiles(report: Report) -> str:
     if local and best is not local:
         alone = f"above training alone ({100 * local.last():.1f} %)"
         tiles.append((f"{100 * (best.last() - local.last()):+.1f} points", alone))
-    tenth = "is the mean of the tenth of the clients that fare worst"
+    tenth = "mean over the worst tenth of the clients"
     tiles.append((f"{100 * best.worst_tenth():.1f} %", tenth))
     if sent := best.cost(best.rounds[-1], "bytes"):
         tiles.append((quantity(sent, "B"), f"sent {'in all' if report.over else 'so far'}"))

@@ -56,8 +56,8 @@ OVER_SEEDS = "seeds, each the mean of its clients"
 OVER_CLIENTS = "clients, each its mean over seeds"
 OVER_ONE_SEED = "the clients of one seed"
 FEW = (
-    "A test over clients takes them for independent, and they learn from each other: p is rather "
-    "too small, and says nothing of other seeds."
+    "A test over clients assumes that they are independent. They learn from each other, so p is "
+    "rather too small, and says nothing about other seeds."
 )
 
 

@@ -373,17 +373,17 @@ ACCURACY = HEADER.index("accuracy")
 NOTE = (
     "Test accuracy in %, mean over all clients, after the last round{deviation}. "
     "model: the client's personal model where the method has one, else the global one. "
-    f"Bold: the best, and what is not told apart from it (p > {ALPHA:.2g}). "
-    "p: how probable the distance from the best is by chance ({test}). "
+    f"Bold: the best, and what the test cannot tell from it (p > {ALPHA:.2g}). "
+    "p: how probable a distance from the best this large would be by chance ({test}). "
     "above local: points above the client's own local model; in brackets a 95 % interval, by "
     f"{DRAWS:,} paired bootstrap draws of {{levels}}. "
     f"harmed: clients more than {HARM:g} points below their local model. "
-    "worst tenth: mean of the tenth of the clients that fare worst. "
+    "worst tenth: mean over the tenth of the clients with the lowest accuracy. "
     "ECE: expected calibration error. bytes/round: as sent, both ways."
 )
 MANY_SEEDS = 10
-ONE_SEED = " One seed: how much another division of the data would change is not known."
-FEW_SEEDS = " With so few seeds, intervals are rather too narrow than too wide."
+ONE_SEED = " One seed: another one divides the data anew, and how much that changes is not known."
+FEW_SEEDS = " With so few seeds, intervals are probably too narrow."
 UNRANKED = " Not ranked, since runs of other seeds are on other data: {}."
 
 
@@ -452,11 +452,12 @@ def _overall_table(outcome: Outcome) -> Table:
     ]
     settings = len(outcome.sections)
     note = (
-        "mean rank: by accuracy, within each setting, so on the same data; 1 is the best. "
-        "first in: so many settings. "
+        "mean rank: methods are ranked by accuracy in each setting, 1 is the best. "
+        "first in: number of settings in which a method has rank 1. "
         "mean gain, lowest gain: points above local training, over settings. "
-        f"p: how probable the distance from the best is by chance, over the {settings} settings, "
-        "each the mean over its seeds (Wilcoxon, Holm); – where they are too few for any test."
+        "p: how probable a distance from the best this large would be by chance, over the "
+        f"{settings} settings, each the mean over its seeds (Wilcoxon, Holm); – if there are too "
+        "few for a test."
     )
     without = [m.name for m in outcome.design.methods if m.name not in outcome.everywhere]
     if without:
@@ -489,7 +490,7 @@ def _accuracy_table(outcome: Outcome) -> Table:
     note = "Mean test accuracy over all clients in %" + (
         f", ± standard deviation over {seeds} seeds. " if seeds > 1 else ", one seed. "
     )
-    note += f"Bold: the best, and what is not told apart from it (p > {ALPHA:.2g}; "
+    note += f"Bold: the best, and what the test cannot tell from it (p > {ALPHA:.2g}; "
     note += f"{described(seeds, outcome.over_seeds)}). mean rank: over the settings."
     header = ("method", *(section.name for section in outcome.sections), "mean rank")
     title = f"Accuracy in every setting: {_seeds_text(outcome.design.seeds)}"

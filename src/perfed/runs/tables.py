@@ -25,13 +25,13 @@ HEADER = (
 )
 FOOTNOTE = """\
 Test accuracy in %, mean over all clients, after the last round. chosen: in the
-round that was best on validation data. worst 10 %: mean of the tenth of the
-clients that fare worst. *The best test round, which the paper reports, is chosen
-by test data: it flatters, and is no result. Parameters are counted as the paper
-does (a broadcast once), bytes as sent."""
+round with the best validation accuracy. worst 10 %: mean over the tenth of the
+clients with the lowest accuracy. *In the round with the best test accuracy, as the
+paper reports it: test data chose this round, so the number is too high. Parameters
+are counted as in the paper (a broadcast once), bytes as sent."""
 NOT_CHOSEN = """
-A dash for chosen: the algorithm uses validation samples itself, so they cannot
-choose its round; with --set split.second_validation=true half of them can."""
+A dash for chosen: the method uses validation samples itself, so they cannot choose
+its round. With --set split.second_validation=true, half of them are kept for that."""
 
 
 PRIVATE = """
@@ -146,18 +146,19 @@ class Standing(NamedTuple):
         }
 
     def note(self) -> str:
+        note = f"Bold: the best, {self.best}"
         if not self.tested:
-            note = f"Bold: the best, {self.best}; there are too few pairs for any test."
+            note += ". There are too few pairs for a test."
         else:
-            test = described(self.seeds, self.over_seeds)
             if self.alike:
-                others = f"not told apart from it (p > {ALPHA:.2g}): {', '.join(self.alike)}"
+                note += f", and what the test cannot tell from it (p > {ALPHA:.2g}): "
+                note += f"{', '.join(self.alike)}."
             else:
-                others = f"all others are told apart from it (p ≤ {ALPHA:.2g})"
-            note = f"Bold: the best, {self.best}; {others}. Test: {test}."
+                note += f". All others differ from it (p ≤ {ALPHA:.2g})."
+            note += f" Test: {described(self.seeds, self.over_seeds)}."
             note += "" if self.over_seeds else f" {FEW}"
         if self.seeds == 1:
-            note += " One seed: another division of the data may give another order."
+            note += " One seed: another one divides the data anew, and the order may change."
         return note
 
 
@@ -195,13 +196,13 @@ HARM = 2.0  # points
 SMALL = 10  # training samples
 AGAINST_LOCAL = ("algorithm", "above local", f"n < {SMALL}", "gain %", "lose %")
 AGAINST_LOCAL_NOTE = f"""\
-Test accuracy of a client less that of its own local model, in points, after the
+By how many points of test accuracy a client is above its own local model after the
 last round. above local: mean over all clients, ± standard deviation over seeds.
-n < {SMALL}: over clients with fewer than {SMALL} training samples. gain, lose: clients
-more than {HARM:g} points above their local model, and below it."""
+n < {SMALL}: mean over clients with fewer than {SMALL} training samples. gain: share of
+clients more than {HARM:g} points above their local model. lose: more than {HARM:g} below."""
 EVERYBODY = """
-Local training is of everybody in every round here; local,participation=selected
-trains the clients that the others train, at the same times."""
+Here local trains all clients in every round. local,participation=selected trains
+only the selected clients, as the other methods do."""
 
 
 def against_local(runs: Sequence[Result]) -> Table | None:

@@ -85,8 +85,8 @@ class Versions(NamedTuple):
 @stages.register("cached")
 @dataclass(frozen=True)
 class Cached(Stage):
-    """Of what is said of public samples, only what the server asks for in a round and what has
-    changed; of the others the last is known. Both ends keep it, and agree after a lost answer."""
+    """Of outputs on public samples, sends only those that the server asks for in a round and that
+    have changed. Both ends keep the last of the others, and agree also after a lost answer."""
 
     share: float = option(
         1.0, "public samples of which a client is asked in a round, of all, in turn", gt=0, le=1

@@ -38,7 +38,7 @@ CODES = ("", RANGE, TERMS, FORM, WHICH, LEVELS, GAPS)
 @stages.register("deflate")
 @dataclass(frozen=True)
 class Deflate(Stage):
-    """The message as zlib makes it smaller, to the bit. The last stage, after the other codecs."""
+    """Compresses the message with zlib, without loss. The last stage, after the other codecs."""
 
     directions = ("up", "down")
     codes = True

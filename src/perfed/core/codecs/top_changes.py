@@ -27,7 +27,7 @@ FEWEST = 64
 @stages.register("top-changes")
 @dataclass(frozen=True)
 class TopChanges(Stage):
-    """Of weights only the largest changes since they were sent to the client, with error
+    """Of weights, sends only the largest changes since the client received them, with error
     feedback: what is left out is added to the client's next change."""
 
     share: float = option(0.05, "changes that are sent, of all", gt=0, le=1)

@@ -29,7 +29,7 @@ from perfed.core.wire import At, Stage, stages
 @stages.register("top-probabilities")
 @dataclass(frozen=True)
 class TopProbabilities(Stage):
-    """Of each row of probabilities the largest ones, in few bits; the other classes share the rest
+    """Of each row of probabilities, sends the largest in few bits; the other classes share the rest
     evenly. None is off by more than the smallest that is sent, or 1 / (2ᵇ − 1) with b bits."""
 
     number: int = option(2, "how many of a row are sent", ge=1, symbol="k")
