@@ -211,7 +211,9 @@ def factored(tensors: Mapping[str, Tensor], energy: float) -> Tensors:
 
 def leading_factors(matrix: Tensor, energy: float, most: int) -> tuple[Tensor, Tensor] | None:
     """Two factors of the smallest rank that reaches this share of the energy; None where it is more
-    than ``most``."""
+    than ``most``, or where training has diverged: what is not finite is then sent, and noticed."""
+    if not bool(matrix.isfinite().all()):
+        return None
     left, values, right = torch.linalg.svd(matrix, full_matrices=False)
     held = values.square().cumsum(0)
     rank = min(int((held < energy * held[-1]).sum()) + 1, len(values))
