@@ -28,7 +28,7 @@ from perfed.algorithms.fedkd import Factored, factored, largest_rank, multiplied
 from perfed.core.admission import check
 from perfed.core.algorithm import Spliced
 from perfed.core.channel import Channel
-from perfed.core.errors import ConfigError, Refused
+from perfed.core.errors import ConfigError, Diverged, Refused
 from perfed.core.message import Message
 from perfed.core.predictor import predictor_of
 from perfed.core.streams import numpy_stream, torch_stream
@@ -652,3 +652,9 @@ def test_an_update_meets_the_student_that_it_is_of() -> None:
 def test_the_energy_that_crosses_cannot_fall() -> None:
     with pytest.raises(ConfigError, match=r"energy_last: 0\.5 is less than energy_first"):
         tiny(algorithm={"name": "fedkd", "energy_last": 0.5})
+
+
+def test_a_student_of_fedkd_that_diverges_ends_the_run_in_one_line() -> None:
+    """No matrix that is not finite has singular values."""
+    with pytest.raises(Diverged, match="is not finite"):
+        played(3, algorithm="fedkd", training={"steps": 2, "learning_rate": 1e30})

@@ -13,7 +13,7 @@ import torch
 import perfed
 from perfed.core.channel import Channel
 from perfed.core.declaration import Known
-from perfed.core.errors import ConfigError, RunError
+from perfed.core.errors import ConfigError, Diverged, RunError
 from perfed.core.hostile import Attack, Attacker, attacks
 from perfed.core.message import Message
 from perfed.core.selection import evaluated_clients
@@ -242,6 +242,17 @@ def test_somebody_who_is_evaluated_must_be_honest(changes: Any, says: str) -> No
     """There are no means of nobody. Who is left and who is evaluated follows from the seed."""
     with pytest.raises(ConfigError, match=says.replace(".", r"\.")):
         simulate(algorithm="local", **changes)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "attack"), [("perfed-kin", "worst"), ("perfed-evidence", "confusing")]
+)
+def test_a_hostile_client_whose_training_diverges_ends_the_run_in_one_line(
+    algorithm: str, attack: str
+) -> None:
+    training = {"steps": 2, "batch_size": 8, "learning_rate": 1e30}
+    with pytest.raises(Diverged, match="is not finite"):
+        played(3, algorithm=algorithm, training=training, hostile={"name": attack} | HALF)
 
 
 def test_an_attack_of_ones_own_is_a_class() -> None:

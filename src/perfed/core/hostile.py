@@ -46,7 +46,7 @@ from perfed.core.message import Message
 from perfed.core.registry import Component, Registry
 from perfed.core.schema import option
 from perfed.core.streams import numpy_stream
-from perfed.core.tree import escaped
+from perfed.core.tree import escaped, find_not_finite
 
 
 @dataclass(frozen=True)
@@ -137,6 +137,8 @@ class Attack(Component):
 
     def message(self, honest: Message, declared: Entries | None, who: Attacker) -> Message | None:
         """What is sent; None: nothing."""
+        if find_not_finite({who.client: [*honest.arrays.items()]}):
+            return honest  # its training has diverged: there is nothing to lie about
         said = dict(honest.arrays)
         for name, entry in (declared or {}).items():
             kind, path = _innermost(entry), escaped(name)
