@@ -96,3 +96,40 @@ def test_a_network_in_a_folder_is_known_to_the_server(folder: Path) -> None:
     assert np.array_equal(
         numbers(perfed.resume("run")), numbers(perfed.run(experiment, "in_one_go"))
     )
+
+
+class Masked(torch.nn.Module):
+    """Attention over the rows of a picture, each over those above it and itself."""
+
+    mask: torch.Tensor
+
+    def __init__(self, hidden: float) -> None:
+        super().__init__()
+        self.enter = torch.nn.Linear(8, 8)
+        self.attention = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+        self.leave = torch.nn.Linear(8, 10)
+        self.register_buffer("mask", torch.full((8, 8), hidden).triu(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self.enter(x.squeeze(1))
+        seen = self.attention(rows, rows, rows, attn_mask=self.mask, need_weights=False)[0]
+        logits: torch.Tensor = self.leave(seen.mean(1))
+        return logits
+
+
+@pytest.mark.parametrize("engine", ["sequential", "stacked"])
+def test_a_mask_with_infinite_numbers_stays_in_the_network(engine: str, tmp_path: Path) -> None:
+    """It was sent, and refused since it is not finite; and a model with it could not be loaded."""
+    how = perfed.Execution(device="cpu", engine=engine)
+    runs = {}
+    for hidden in (-torch.inf, -1e9):  # the second is a part of the model, and hides as well
+        torch.manual_seed(0)
+        experiment = tiny(algorithm="fedavg", models={"architectures": [Masked(hidden)]})
+        runs[hidden] = perfed.run(experiment, tmp_path / str(hidden), how=how)
+    assert np.allclose(*map(numbers, runs.values()), rtol=1e-4)
+    infinite, finite = (run.summary["traffic"]["up_bytes"] for run in runs.values())
+    answers = sum(len(line["clients"]) for line in runs[-1e9].directory.lines("rounds.jsonl"))
+    assert finite - infinite >= 64 * 4 * answers
+    model = runs[-torch.inf].model(0, "global")
+    assert torch.equal(model.mask, Masked(-torch.inf).mask)
+    assert model(torch.zeros(2, 1, 8, 8)).isfinite().all()

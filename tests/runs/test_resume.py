@@ -267,6 +267,22 @@ class WithoutNumbers(torch.nn.Linear):
         return super().forward(x.flatten(1)) / 0
 
 
+def test_statistics_that_blow_up_are_reported(tmp_path: Path) -> None:
+    """BatchNorm hides them from every loss; a model with them could not be loaded."""
+    with pytest.raises(Diverged, match=r"'1.running_var' of client \d is not finite"):
+        perfed.run(tiny(algorithm="local", models={"architectures": [Loud()]}), tmp_path / "run")
+
+
+class Loud(torch.nn.Sequential):
+    def __init__(self) -> None:
+        layers = torch.nn.Flatten(), torch.nn.BatchNorm1d(64), torch.nn.Linear(64, 10)
+        super().__init__(*layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = super().forward(1e25 * x)
+        return logits
+
+
 def test_a_model_that_blows_up_is_reported_and_not_averaged(tmp_path: Path) -> None:
     training = TINY["training"] | {"learning_rate": 1e30}
     run = tmp_path / "run"

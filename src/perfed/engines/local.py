@@ -98,8 +98,8 @@ def outcomes(
     made: dict[tuple[int, str], list[tuple[str, Tensor]]] = {}
     for job, reply in zip(jobs, replies, strict=True):
         client = job.client.id
-        kept = records[client].weights.params if client in records else {}
-        made[client, "model"] = [*kept.items()]
+        kept = records[client].weights if client in records else ()
+        made[client, "model"] = [named for part in kept for named in part.items()]
         made[client, "reply"] = [*reply.arrays.items()] if reply else []
     broken = _broken(made)
     return {

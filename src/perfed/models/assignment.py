@@ -18,7 +18,7 @@ from perfed.core.network import head_outputs, outputs
 from perfed.core.notices import say_once
 from perfed.core.schema import Options, option
 from perfed.core.streams import numpy_stream, torch_stream
-from perfed.core.tree import Weights
+from perfed.core.tree import Weights, moved_buffers
 from perfed.models.architectures import Architecture, Shape
 
 _HTFE4 = ("cnn4", "googlenet", "mobilenet-v2", "resnet18")
@@ -325,4 +325,4 @@ def initial_weights(
                 module.eval()(Inputs.of(inputs).zeros(2))
         if client >= 0 or number:
             architecture.redraw(module)
-    return Weights(dict(module.named_parameters()), dict(module.named_buffers())).clone()
+    return Weights(dict(module.named_parameters()), moved_buffers(module)).clone()

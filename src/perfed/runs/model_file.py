@@ -20,7 +20,7 @@ from perfed.core.inputs import Inputs, precision_of
 from perfed.core.network import caught
 from perfed.core.predictor import What, predictor_of
 from perfed.core.schema import from_mapping, plain, to_mapping
-from perfed.core.tree import OWN, Weights, find_not_finite
+from perfed.core.tree import OWN, Weights, find_not_finite, moved_buffers
 from perfed.data.needs import Needs
 from perfed.engines import Population
 from perfed.models import architectures, build_module, last_linear
@@ -92,7 +92,7 @@ def module_of(tensors: Mapping[str, Tensor], make: Make) -> nn.Module:
 def filled(network: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
     """A copy of ``network`` with these parameters and buffers."""
     module = copy.deepcopy(network)
-    own = dict(module.named_parameters()) | dict(module.named_buffers())
+    own = dict(module.named_parameters()) | moved_buffers(module)
     if own.keys() != tensors.keys():
         raise RunError("the file holds other tensors than the network has")
     for name, tensor in own.items():

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
+from perfed.core.tree import moved_buffers
 from perfed.engines.stacked import layers
 from perfed.engines.stacked.hopper import Deferred
 from perfed.engines.stacked.lanes import physical
@@ -185,8 +186,7 @@ def _step(node: fx.Node, module: nn.Module) -> Found:
             _check_alone(node.args[0])
         return rule, layer, f"{node.target}." if node.target else "", _nodes(node.args)
     if node.op == "get_attr":
-        named = dict(module.named_parameters()) | dict(module.named_buffers())
-        if node.target not in named:
+        if node.target not in dict(module.named_parameters()) | moved_buffers(module):
             raise _NoRule
         return layers.parameter, None, str(node.target), ()
     translate = _OPERATIONS.get(node.target)
