@@ -88,7 +88,7 @@ def test_the_report_draws_it_and_nothing_that_only_sites_know(
     assert len(tips) == sum(int((own >= 0.01).sum()) for own in shares.values())
     first = int(shares[1].argmax())
     assert f"client 1: {100 * shares[1][first]:.1f} % class {first}" in tips
-    assert "What labels a site really has stays there" in charts["heard"].caption
+    assert "The site's real labels stay at the site." in charts["heard"].caption
     (found,) = (membership(one) for one in gather.read([path]))
     assert found is not None
     assert found.by_server

@@ -483,12 +483,13 @@ def classes_heard(runs: Sequence[Run]) -> Chart | None:
         lambda client, label, share: f"{run.client_name(client)}: {_percent(share)} class {label}",
     )
     chart.figure.axes[0].set_ylabel("class")
-    named = [int((own >= LEAST_SHARE).sum()) for own in shares.values()]
+    named = sorted({int((own >= LEAST_SHARE).sum()) for own in shares.values()})
+    from_to = f"{named[0]}" if len(named) == 1 else f"{named[0]} to {named[-1]}"
     chart.caption = (
         "What the coordinator knows of the sites' labels. The area of a bubble is the share of "
         "probability that a site's newest answer gives to a class, as a mean over the public set. "
         f"Shares below {100 * LEAST_SHARE:g} % are left out. Clients are sorted by the class that "
-        f"they name most. An answer names {min(named)} to {max(named)} of the "
+        f"they name most. An answer names {from_to} of the "
         f"{len(next(iter(shares.values())))} classes. The site's real labels stay at the site."
     )
     return chart
