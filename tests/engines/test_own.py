@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import perfed
+from perfed.core.errors import ConfigError
 from perfed.runs.coordinator import RoundReport
-from tests.conftest import tiny
+from tests.conftest import played, tiny
 
 ROOT = Path(__file__).parents[2]
 NET = """
@@ -133,3 +134,16 @@ def test_a_mask_with_infinite_numbers_stays_in_the_network(engine: str, tmp_path
     model = runs[-torch.inf].model(0, "global")
     assert torch.equal(model.mask, Masked(-torch.inf).mask)
     assert model(torch.zeros(2, 1, 8, 8)).isfinite().all()
+
+
+class Lazy(torch.nn.Sequential):
+    def __init__(self) -> None:
+        layers = torch.nn.LazyLinear(8), torch.nn.LazyBatchNorm1d(), torch.nn.LazyLinear(10)
+        super().__init__(torch.nn.Flatten(), *layers)
+
+
+def test_lazy_layers_that_have_seen_no_data_are_refused_in_one_line() -> None:
+    """A module given as an object is copied, which torch cannot do; by its class it works."""
+    played(1, algorithm="local", models={"architectures": [Lazy]})
+    with pytest.raises(ConfigError, match="cannot take samples of shape 1×8×8"):
+        played(1, algorithm="local", models={"architectures": [Lazy()]})

@@ -14,7 +14,6 @@ from urllib.parse import unquote
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from perfed.core.errors import ConfigError
 
@@ -59,8 +58,7 @@ class Weights(NamedTuple):
 def moved_buffers(module: nn.Module) -> dict[str, Tensor]:
     """The buffers that are a part of a client's model. One with an infinite number is none: it is a
     constant of the network, such as an attention mask, and stays in it."""
-    found = module.named_buffers()
-    return {name: b for name, b in found if is_lazy(b) or not bool(torch.isinf(b).any())}
+    return {name: b for name, b in module.named_buffers() if not bool(torch.isinf(b).any())}
 
 
 def identity(tensor: Tensor) -> Hashable:

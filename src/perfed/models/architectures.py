@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from perfed.core.errors import ConfigError, did_you_mean, shape_text
 from perfed.core.inputs import Inputs, Kind
@@ -311,4 +312,6 @@ def _takes_no_shape(parameters: Sequence[inspect.Parameter]) -> bool:
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
+    if is_lazy(tensor):  # it has no numbers yet
+        return b""
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
