@@ -12,7 +12,7 @@ from perfed.core.algorithm import Algorithm
 from perfed.core.errors import ConfigError
 from perfed.core.schema import option
 from perfed.data import datasets
-from perfed.explain import described, entries, explain, overview
+from perfed.explain import about, described, entries, explain, overview
 from perfed.models import Models
 from perfed.runs.design import Tuning
 from perfed.starter import commented
@@ -43,6 +43,15 @@ def test_every_option_of_every_component_is_explained(key: str, name: str, optio
     assert len(field.metadata["help"]) > 2
     assert "; default: " in lines[place + 2]
     assert any(line.strip().startswith(option) for line in explain(name))
+
+
+@pytest.mark.parametrize(
+    "component",
+    [registry[name] for registry in REGISTRIES.values() for name in registry],
+    ids=lambda component: component.registered_name,
+)
+def test_what_a_component_is_about_is_said_in_whole_sentences(component: type) -> None:
+    assert about(component).endswith(".")
 
 
 @pytest.mark.parametrize(

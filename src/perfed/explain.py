@@ -122,11 +122,16 @@ def component_lines(cls: type[Component], name: str) -> list[str]:
 
 
 def about(cls: type) -> str:
-    """The first sentence or two of its documentation."""
-    text = " ".join((cls.__doc__ or "").split("\n\n")[0].replace("``", "'").split())
+    """The first paragraph of its documentation, or of its file's where it has none of its own."""
+    text = _first_paragraph(cls.__doc__)
     if text.startswith(f"{cls.__name__}("):  # what dataclasses write by themselves
-        text = (sys.modules[cls.__module__].__doc__ or "").strip().partition("\n")[0]
+        text = _first_paragraph(sys.modules[cls.__module__].__doc__)
     return text
+
+
+def _first_paragraph(documentation: str | None) -> str:
+    first = (documentation or "").strip().split("\n\n")[0]
+    return " ".join(first.replace("``", "'").split())
 
 
 def meaning(field: dataclasses.Field[Any]) -> str:
@@ -153,6 +158,8 @@ def shown_default(field: dataclasses.Field[Any]) -> str:
         return "none"
     if isinstance(value, bool):
         return "true" if value else "false"
+    if isinstance(value, float):
+        return str(float(f"{value:.4g}"))  # 1/5.6 has seventeen digits
     return str(value)
 
 

@@ -139,7 +139,8 @@ _RESNETS: dict[int, tuple[tuple[int, ...], bool]] = {
 
 
 def _register(layers: int, blocks: tuple[int, ...], bottleneck: bool) -> None:
-    kind = "bottlenecks" if bottleneck else "blocks of two convolutions"
+    several = "s" if sum(blocks) > 1 else ""
+    kind = f"bottleneck{several}" if bottleneck else f"block{several} of two convolutions"
     text = f"ResNet{layers} for small pictures: {sum(blocks)} {kind}."
     members = {
         "blocks": blocks,
