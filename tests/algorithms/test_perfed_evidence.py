@@ -364,7 +364,8 @@ def test_a_client_sends_its_witness_and_what_its_student_is_worth(
     )
     evidence = 9 * torch.randn(30, 10, generator=torch.Generator().manual_seed(0))
     everybodys = torch.rand(3, 4, generator=torch.Generator().manual_seed(1)) / 2
-    message = Message(evidence=evidence, gains=everybodys)
+    even = torch.full((10,), 0.1)
+    message = Message(evidence=evidence, gains=everybodys, mix=even)
     population, samples = simulation.population, simulation.federation.samples
     clients = dict.fromkeys(range(6), message)
     replies, records = run_task(population, simulation.algorithm.client_round, clients, 0)

@@ -3,14 +3,17 @@
 import numpy as np
 import pytest
 import torch
+from scipy.special import gammaln
 from sklearn.datasets import load_digits
 
-from perfed.algorithms.perfed_evidence import label_mix
+from perfed.algorithms.perfed_evidence import concentrations, label_mix
 from perfed.algorithms.perfed_kin import (
     CAP,
+    OF_OTHERS,
     PerFedKin,
     _moved,
     bounded,
+    expected_mixes,
     found_kinds,
     kinship,
     prior,
@@ -77,6 +80,30 @@ class ByHand:
         mine = self.fit(k, members)
         kin, stranger = (np.exp(-((mine - at) ** 2) / (2 * variance)) for at in (mean, 0))
         return float(len(others) * kin / (len(others) * kin + stranger))
+
+    def mix(self, k: int) -> np.ndarray:
+        """What client k may expect: the others' mixes, by how likely they make what it speaks of,
+        in proportion to its samples."""
+        counts = self.samples[:, None] * self.spoken
+        classes = counts.shape[1]
+        mixes = [mix_by_hand(counts[j]) for j in range(len(counts)) if j != k]
+        mixes.append(np.full(classes, 1 / classes))
+        likely = np.array([np.prod(mix ** counts[k]) for mix in mixes])
+        return OF_OTHERS * (likely @ np.array(mixes)) / likely.sum() + (1 - OF_OTHERS) / classes
+
+
+def mix_by_hand(counts: np.ndarray, base: np.ndarray | float | None = None) -> np.ndarray:
+    """The mean of Dirichlet laws around a mix, each as likely as it makes the counts."""
+    base = np.full(len(counts), 1 / len(counts)) if base is None else base
+    laws = [total * base for total in concentrations(len(counts))]
+    likely = [np.exp(log_beta(law + counts) - log_beta(law)) for law in laws]
+    means = [(law + counts) / (law + counts).sum() for law in laws]
+    return np.asarray(np.average(means, axis=0, weights=likely))
+
+
+def log_beta(law: np.ndarray) -> float:
+    """The logarithm of ∫ Π p^(a − 1) over all mixes p."""
+    return float(gammaln(law).sum() - gammaln(law.sum()))
 
 
 def world(
@@ -316,6 +343,7 @@ def test_two_rounds_by_hand() -> None:
         assert np.allclose(told["evidence"].cpu().numpy(), plain.table(members), atol=1e-6)
         expected = kin * gains - (1 - kin) * np.abs(gains)
         assert np.allclose(told["gains"].cpu().numpy(), expected, atol=1e-6)
+        assert np.allclose(told["mix"].cpu().numpy(), plain.mix(row), atol=1e-9)
 
 
 def test_training_samples_speak_against_what_is_wrong_here() -> None:
@@ -336,19 +364,53 @@ def test_training_samples_speak_against_what_is_wrong_here() -> None:
 
     def client_round(client: Client, message: Message) -> Message:
         answer = method.client_round(client, message)
-        log_mix = label_mix(client.label_counts()).log()
-        at_home = method.at_home(client, client.state["student"], log_mix)
+        at_home = method.at_home(client, client.state["student"], client.state["mix"].log())
         assert isinstance(at_home, torch.Tensor)
         spoken[-1].append(float(at_home[1, -1]))  # as it is, and alone
         return answer
 
     for shift in (0, 1):
         evidence = 6 * torch.eye(10)[(labels + shift) % 10]
-        message = Message(evidence=evidence, gains=torch.zeros(3, 4))
+        message = Message(evidence=evidence, gains=torch.zeros(3, 4), mix=torch.full((10,), 0.1))
         spoken.append([])
         run_task(simulation.population, client_round, dict.fromkeys(range(6), message), 0)
     right, wrong = map(np.array, spoken)
     assert (wrong < right - 3).all()  # by more than the whole burden of proof
+
+
+@pytest.mark.parametrize("count", [3, 30])
+def test_the_mix_to_expect_is_that_of_those_with_the_same_labels(count: int) -> None:
+    """Two groups, each with two of five labels; a client heard with one label of its group expects
+    the other one, too, the more so the more others there are; and no label is excluded."""
+    mixes = np.full((2, CLASSES), 1e-6)
+    mixes[0, :2] = mixes[1, 2:4] = 0.5
+    spoken = np.repeat(mixes, count, axis=0)
+    spoken = np.concatenate([spoken, [[1.0, 1e-6, 1e-6, 1e-6, 1e-6]]])
+    spoken /= spoken.sum(1, keepdims=True)
+    samples = np.full(len(spoken), 20.0)
+    samples[-1] = 2
+    said = heard(spoken[:, None].repeat(PUBLIC, axis=1), samples)
+    expected = expected_mixes(said).numpy()
+    assert np.allclose(expected.sum(1), 1)
+    assert expected[-1, :2].sum() > 0.75
+    assert expected[-1, 2:].max() < 0.1
+    assert (expected >= (1 - OF_OTHERS) / CLASSES).all()
+    plain = ByHand(spoken[:, None].repeat(PUBLIC, axis=1), samples)
+    assert np.allclose(expected, [plain.mix(k) for k in range(len(spoken))], atol=1e-6)
+    counted = torch.tensor([2, 0, 0, 0, 0])
+    alone, told = label_mix(counted), label_mix(counted, torch.tensor(expected[-1]))
+    assert float(told[1]) > 2 * float(alone[1])
+    assert np.allclose(told.numpy(), mix_by_hand(counted.numpy(), expected[-1]), atol=1e-6)
+
+
+def test_who_is_like_nobody_expects_the_uniform_mix() -> None:
+    spoken = np.full((6, CLASSES), 1e-6)
+    spoken[:5, 0] = spoken[5, 4] = 1.0
+    spoken /= spoken.sum(1, keepdims=True)
+    said = heard(spoken[:, None].repeat(PUBLIC, axis=1), np.full(6, 20.0))
+    assert np.allclose(expected_mixes(said)[5].numpy(), 1 / CLASSES, atol=1e-3)
+    alone = Witnesses.hear(torch.full((1, PUBLIC, CLASSES), 1 / CLASSES), torch.tensor([9.0]))
+    assert np.allclose(expected_mixes(alone).numpy(), 1 / CLASSES)
 
 
 def test_nobody_is_taught_before_anybody_was_heard() -> None:
@@ -371,17 +433,19 @@ def test_a_newcomer_may_be_of_any_kind() -> None:
     ]
     state = PerFedKin().merge(simulate().server(0), {}, replies)
     assert [kind == state["largest"] for kind in state["kind"].values()] == [True] * 4 + [False] * 3
-    largest = sum(state["gains"][str(k)] for k in range(4))
-    torch.testing.assert_close(state["newcomers"], largest / 7)
+    largest = sum(state["told"][str(k)]["gains"] for k in range(4))
+    torch.testing.assert_close(state["newcomers"]["gains"], largest / 7)
+    mixes = [told["mix"] for told in state["told"].values()]
+    torch.testing.assert_close(state["newcomers"]["mix"], torch.stack(mixes).mean(0))
 
 
 def test_of_a_newcomer_only_the_share_of_the_largest_kind_is_known() -> None:
     state = {
         "tables": torch.tensor([[[0.0]], [[1.0]]]),
         "kind": {"0": torch.tensor(0)},
-        "gains": {"0": torch.tensor([[2.0]])},
+        "told": {"0": {"gains": torch.tensor([[2.0]]), "mix": torch.tensor([1.0])}},
         "largest": torch.tensor(1),
-        "newcomers": torch.tensor([[3.0]]),
+        "newcomers": {"gains": torch.tensor([[3.0]]), "mix": torch.tensor([1.0])},
     }
     method, server = PerFedKin(), simulate().server(0)
     heard_of = method.broadcast(server, state, ClientInfo(0, "mlp", 5))

@@ -56,7 +56,7 @@ def test_an_error_names_the_dotted_key_and_what_is_right() -> None:
             "algorithm.clusters: 11 clusters of 10 clients",
         ),
         ({"algorithm": "perfed_ckt"}, "did you mean 'perfed-ckt'?"),
-        ({"algorithm": {"clusters": 3}}, "algorithm: expected a name (apfl, "),
+        ({"algorithm": {"clusters": 3}}, "algorithm: expected a name ("),
         ({"algorithm": "no_such_module:Thing"}, "cannot import 'no_such_module'"),
         ({"partition": {"name": "groups", "grups": 2}}, "partition.grups: unknown key"),
         ({"split": {"train": [0.5], "test": 0.6}}, "split: 0.5 + 0.1 + 0.6 is more than"),

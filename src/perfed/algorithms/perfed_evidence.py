@@ -142,7 +142,7 @@ class PerFedEvidence(Algorithm):
         return Message(evidence=state["evidence"], gains=state["gains"])
 
     def client_round(self, client: Client, message: Message) -> Message:
-        mix = label_mix(client.label_counts())
+        mix = self.mix(client, message)
         attention = (mix + 1 / len(mix)) / 2
         teacher = softmax(message["evidence"] + attention.log(), dim=1)
         student = client.sgd(
@@ -157,8 +157,12 @@ class PerFedEvidence(Algorithm):
         gains, samples = trial(client, student, mix.log(), "validation")
         proof = gains * samples + PRIOR_SAMPLES * message["gains"]
         proof = proof + self.at_home(client, student, mix.log())
-        client.state = {"student": student, "proof": proof}
+        client.state = {"student": student, "proof": proof, "mix": mix}
         return self.message(client, gains)
+
+    def mix(self, client: Client, message: Message) -> Tensor:
+        """The label probabilities that a client expects."""
+        return label_mix(client.label_counts())
 
     def at_home(self, client: Client, student: Weights, log_mix: Tensor) -> Tensor | float:
         """What speaks for each choice beside validation samples and the other clients."""
@@ -195,8 +199,7 @@ class PerFedEvidence(Algorithm):
         share, sharpness = choice(client.state["proof"], caution)
         if float(share) == 0:
             return client.weights
-        log_mix = label_mix(client.label_counts()).log()
-        student = Adjusted(client.state["student"], sharpness, log_mix)
+        student = Adjusted(client.state["student"], sharpness, client.state["mix"].log())
         return Mixture((client.weights, student), torch.stack([1 - share, share]))
 
 
@@ -228,24 +231,26 @@ def choice(gains: Tensor, caution: float) -> tuple[Tensor, Tensor]:
     return share, gains.new_tensor(SHARPNESS)[beta]
 
 
-def label_mix(counts: Tensor) -> Tensor:
-    """The label probabilities of a client that has these counts, none of them zero.
+def label_mix(counts: Tensor, base: Tensor | None = None) -> Tensor:
+    """The label probabilities of clients that have these counts, none of them zero.
 
-    The posterior mean under Dirichlet laws around the uniform mix, each concentration weighing as
-    much as it makes the counts likely: five samples of one label speak for a client of one label,
-    five of five labels for one that has them all.
+    The posterior mean under Dirichlet laws around ``base``, or the uniform mix, each concentration
+    weighing as much as it makes the counts likely: five samples of one label speak for a client of
+    one label, five of five labels for one that has them all.
     """
-    counts = counts.double()
-    classes, total = len(counts), counts.sum()
+    counts = counts.double()[..., None, :]
+    classes, total = counts.shape[-1], counts.sum(-1)
+    base = torch.full_like(counts, 1 / classes) if base is None else base.to(counts)[..., None, :]
     concentration = counts.new_tensor(concentrations(classes))
-    base = (concentration / classes)[:, None]
+    law = concentration[:, None] * base
     likelihood = (
         torch.lgamma(concentration)
         - torch.lgamma(concentration + total)
-        + (torch.lgamma(base + counts) - torch.lgamma(base)).sum(1)
+        + (torch.lgamma(law + counts) - torch.lgamma(law)).sum(-1)
     )
-    means = (base + counts) / (concentration + total)[:, None]
-    return (likelihood.softmax(0)[:, None] * means).sum(0).to(torch.get_default_dtype())
+    means = (law + counts) / (concentration + total)[..., None]
+    mix = (likelihood.softmax(-1)[..., None] * means).sum(-2)
+    return mix.to(torch.get_default_dtype())
 
 
 def concentrations(classes: int) -> list[float]:

@@ -2,7 +2,7 @@
 
 One table for all is wrong where clients disagree on what a label means, or see other pictures. So
 the server asks who is of one kind, by what it is told anyway: soft decisions on the public set.
-What a client sends and what it does with a table stay as in PerFed-Evidence.
+What a client sends stays as in PerFed-Evidence.
 
 - **Fit.** A client fits a group if the comparisons of classes that *the others* of the group make
   agree with its own: ρ, the correlation over public samples and the client's classes, each class
@@ -24,6 +24,11 @@ What a client sends and what it does with a table stay as in PerFed-Evidence.
   better elsewhere. But a student that is taught what is wrong here has to unlearn it again and
   again, and never knows them as well as the witness. So they speak in the gate, too: their mean
   counts like TRAINING_SAMPLES validation samples, however many they are.
+- **Labels to expect.** A client with few samples knows little of its own label mix. So it is told
+  what mix to expect before its own labels are counted: that of the others, each weighing as much as
+  it makes likely what the client speaks of, n·q. Where groups of clients have labels of their own,
+  it is their group's; where clients are alike, everybody's; who is like nobody gets a guess as good
+  as the uniform one.
 - **Influence.** Numbers of samples count up to CAP times the upper quartile of what clients tell.
 
 Only who has trained is heard, so there is no opening, and no client is taught in the first round.
@@ -40,10 +45,10 @@ import torch
 from torch import Tensor
 
 from perfed.algorithms.lessons import first_hand
-from perfed.algorithms.perfed_evidence import PerFedEvidence, trial
+from perfed.algorithms.perfed_evidence import PerFedEvidence, label_mix, trial
 from perfed.algorithms.witnesses import Witnesses
 from perfed.core.algorithm import Client, ClientInfo, Reply, Server, algorithms
-from perfed.core.declaration import Maybe, Messages
+from perfed.core.declaration import PROBABILITIES, Array, Maybe, Messages
 from perfed.core.message import Message
 from perfed.core.schema import option
 from perfed.core.tree import Tree, Weights
@@ -52,6 +57,8 @@ from perfed.core.tree import Tree, Weights
 TRAINING_SAMPLES = 40.0
 # How many times the upper quartile of all a client's number of samples may count.
 CAP = 4.0
+# The share of the mix to expect that is the others'; the rest is uniform, for no label is excluded.
+OF_OTHERS = 0.9
 SMALLEST_GROUP = 2
 # Of what clients' own half explains, another kind explains less than this share.
 ANOTHER_KIND = 0.5
@@ -74,14 +81,18 @@ class PerFedKin(PerFedEvidence):
     def messages(self) -> Messages:
         told = super().messages()
         assert told.down is not None
-        down = {name: Maybe(entry) for name, entry in told.down.items()}
-        return Messages(up=told.up, down=down, evaluation={})
+        down = {**told.down, "mix": Array(("N",), PROBABILITIES)}
+        maybe = {name: Maybe(entry) for name, entry in down.items()}
+        return Messages(up=told.up, down=maybe, evaluation={})
 
     def client_round(self, client: Client, message: Message) -> Message:
         if "evidence" not in message.arrays:
             client.weights = client.sgd(client.weights, first_hand, stream=0)
             return super().first_message(client)
         return super().client_round(client, message)
+
+    def mix(self, client: Client, message: Message) -> Tensor:
+        return label_mix(client.label_counts(), message["mix"])
 
     def at_home(self, client: Client, student: Weights, log_mix: Tensor) -> Tensor | float:
         gains, _ = trial(client, student, log_mix, "train")
@@ -98,6 +109,7 @@ class PerFedKin(PerFedEvidence):
         kind = self.kinds(said, [int(name) for name in bank])
         gains = everybodys("gains")
         expected = self.expected(said, kind, gains)
+        mixes = expected_mixes(said)
         tables = torch.stack([said.table(kind == group) for group in range(_groups(kind))])
         largest = kind.bincount().argmax()
         in_largest = (kind == largest).to(gains)
@@ -106,10 +118,16 @@ class PerFedKin(PerFedEvidence):
             "bank": bank,
             "tables": tables.to(gains).to(device),
             "kind": {name: kind[row] for row, name in enumerate(bank)},
-            "gains": {name: expected[row].to(device) for row, name in enumerate(bank)},
+            "told": {
+                name: {"gains": expected[row].to(device), "mix": mixes[row].to(gains).to(device)}
+                for row, name in enumerate(bank)
+            },
             # Of a client that was never heard it is known only how many are of the largest kind.
             "largest": largest,
-            "newcomers": torch.einsum("m,mbw->bw", in_largest, expected).to(device) / len(bank),
+            "newcomers": {
+                "gains": torch.einsum("m,mbw->bw", in_largest, expected).to(device) / len(bank),
+                "mix": mixes.mean(0).to(gains).to(device),
+            },
         }
 
     def remembered(self, bank: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,8 +146,8 @@ class PerFedKin(PerFedEvidence):
             return Message()
         name = str(client.id)
         kind = int(state["kind"].get(name, state["largest"]))
-        gains = state["gains"].get(name, state["newcomers"])
-        return Message(evidence=state["tables"][kind], gains=gains)
+        told = state["told"].get(name, state["newcomers"])
+        return Message(evidence=state["tables"][kind], **told)
 
     def describe(self, before: Tree, state: Tree) -> dict[str, Any]:
         return {"kinds": {name: int(kind) for name, kind in state["kind"].items()}}
@@ -147,6 +165,17 @@ def bounded(samples: Tensor) -> Tensor:
     """Numbers of samples as far as they count."""
     samples = samples.double()
     return samples.clamp(max=CAP * float(samples.quantile(0.75)))
+
+
+def expected_mixes(said: Witnesses) -> Tensor:
+    """The label mix that each client may expect before its own labels are counted, (m, N)."""
+    counts = said.samples[:, None] * said.spoken
+    mixes = label_mix(counts).double()
+    candidates = torch.cat([mixes, torch.full_like(mixes[:1], 1 / mixes.shape[1])])
+    likelihood = counts @ candidates.log().T
+    likelihood.diagonal().fill_(-math.inf)  # nobody is a witness to itself
+    others = likelihood.softmax(1) @ candidates
+    return OF_OTHERS * others + (1 - OF_OTHERS) / mixes.shape[1]
 
 
 def found_kinds(said: Witnesses, standard_errors: float) -> Tensor:
