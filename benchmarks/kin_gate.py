@@ -33,7 +33,6 @@ from perfed.algorithms.perfed_evidence import (
     SHARES,
     SHARPNESS,
     choice,
-    label_mix,
 )
 from perfed.algorithms.perfed_kin import PerFedKin, bounded, kinship, prior
 from perfed.algorithms.witnesses import Witnesses
@@ -88,8 +87,9 @@ def collect(family: str, setting: str, seed: int, path: Path) -> None:
                     said[f"{part}_{model}"] = functional_call(module.eval(), tensors, (x,)).double()
         split = federation.splits[client]
         held = torch.as_tensor(federation.samples.y[np.concatenate([*vars(split).values()])])
-        trained = torch.as_tensor(federation.samples.y[split.train])
         classes = federation.samples.classes
+        # Who was heard once has not been taught yet.
+        expected = simulation.population.record(client).state.get("mix", torch.ones(classes))
         kept.append(
             said
             | {name: torch.as_tensor(sent[name]) for name in ("soft_decisions", "samples", "gains")}
@@ -97,7 +97,7 @@ def collect(family: str, setting: str, seed: int, path: Path) -> None:
                 "kind": torch.as_tensor(state["kind"][name]),
                 "group": torch.as_tensor(federation.groups[client]),
                 "mix": torch.bincount(held, minlength=classes) / len(held),
-                "log_mix": label_mix(torch.bincount(trained, minlength=classes)).log(),
+                "log_mix": expected.log(),
             }
         )
     path.parent.mkdir(parents=True, exist_ok=True)
