@@ -38,7 +38,13 @@ from torch import Tensor
 from perfed import Execution, Experiment
 from perfed.algorithms.clustering import cmeans, nearest
 from perfed.algorithms.perfed_ckt import PerFedCKT
-from perfed.algorithms.perfed_evidence import PRIOR_SAMPLES, PerFedEvidence, choice, trial
+from perfed.algorithms.perfed_evidence import (
+    PRIOR_SAMPLES,
+    PerFedEvidence,
+    choice,
+    label_mix,
+    trial,
+)
 from perfed.algorithms.perfed_kin import PerFedKin, bounded, found_kinds, prior
 from perfed.algorithms.witnesses import Witnesses
 from perfed.core.algorithm import (
@@ -92,6 +98,15 @@ class ByValidation(PerFedKin):
 
     def at_home(self, client: Client, student: Weights, log_mix: Tensor) -> float:
         return 0.0
+
+
+@algorithms.register("kin-own-labels")
+@dataclass(frozen=True)
+class OwnLabels(PerFedKin):
+    """A client knows of its label mix what its own labels say."""
+
+    def mix(self, client: Client, message: Message) -> Tensor:
+        return label_mix(client.label_counts())
 
 
 @algorithms.register("kin-forgetful")
@@ -349,6 +364,7 @@ def methods(family: str, setting: str, seed: int) -> dict[str, dict[str, Any]]:
         "forgetful": {"name": "kin-forgetful"},
         "trusting": {"name": "kin-trusting"},
         "by validation": {"name": "kin-by-validation"},
+        "own labels": {"name": "kin-own-labels"},
     }
     if SETTINGS[setting].groups not in (1, 3):
         right = SETTINGS[setting].groups

@@ -36,9 +36,12 @@ ABLATED = {
     "evidence": "one table (PerFed-Evidence)",
     "trusting": "without asking who is a stranger",
     "by validation": "without training samples in the gate",
+    "own labels": "not told which labels to expect",
     "forgetful": "without the server's memory",
 }
-ABLATED_WITH_THREE = {name: ABLATED[name] for name in ("kin", "oracle", "by validation")}
+ABLATED_WITH_THREE = {
+    name: ABLATED[name] for name in ("kin", "oracle", "by validation", "own labels")
+}
 GIVEN = {
     "c=3": "PerFed-CKT c=3",
     "c=3, memory": "with the server's memory",

@@ -2,6 +2,8 @@
 
     python benchmarks/privacy_attacks.py                           as committed
     python benchmarks/privacy_attacks.py --workers 15 --shadows 256   on a larger machine
+    python benchmarks/privacy_attacks.py --link tiny --link "8 bits" …  other lines stay as they are
+    python benchmarks/privacy_attacks.py --method perfed-kin …          as they do here
 
 A run takes about half a second of one core; there are shadows × methods × links of them. Each is
 written below build/privacy_attacks when it ends, so that a second start goes on; delete the folder
@@ -35,20 +37,28 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-from committed import RESULTS, ROOT
+from committed import RESULTS, ROOT, result
+
+from perfed.config import LINKS as PRESET_LINKS
+from perfed.config import read_mapping
 
 CLIENTS, POOL, PUBLIC = 6, 100, 200
 ROUNDS, STEPS, BATCH = 8, 10, 16
 CLASSES = 10
 CLIP = 3.0  # as in privacy.py
 METHODS = ("perfed-ckt", "perfed-kin", "fedmd", "fedproto", "fedavg")
+OF_PROBABILITIES = ("perfed-ckt", "perfed-kin")
+NUMBERS = {"name": "number-bits", "bits": 8}
 LINKS: dict[str, dict[str, Any]] = {
     "plain": {},
     "ε ≤ 8": {"privacy": {"noise": 2.04, "clip": CLIP, "delta": 1e-5, "epsilon": 8.0}},
     "ε ≤ 2": {"privacy": {"noise": 6.48, "clip": CLIP, "delta": 1e-5, "epsilon": 2.0}},
+    "8 bits": {"wire": [NUMBERS, "deflate"]},
+    "hard labels": {"wire": [{"name": "probability-bits", "bits": 1}, NUMBERS]},
+    "tiny": {"wire": read_mapping("tiny", PRESET_LINKS)["wire"]},
 }
-"""What is between a method and the network; a codec is a line here: {"wire": [...]}. The noise is
-what lets a client of 50 samples take part to the end (``noise_for`` in core/privacy.py)."""
+"""What is between a method and the network. The noise is what lets a client of 50 samples take part
+to the end (``noise_for`` in core/privacy.py)."""
 HELD = ROOT / "build" / "privacy_attacks"
 FALSE_ALARMS = 1e-3
 
@@ -120,15 +130,15 @@ def attacked(method: str, link: str, seed: int) -> None:
     # It knows the seed of the run, and with it initial weights and mini-batches; not a site's own.
     simulation.population.secret = seed
     heard: list[dict[int, Any]] = []
-    said = simulation._sent
+    decoded = simulation._admitted
 
-    def listening(round: int, outcomes: Any) -> Any:
-        replies = said(round, outcomes)
+    def listening(round: int, *sent: Any) -> Any:
+        replies = decoded(round, *sent)
         if round >= 0:
             heard.append(replies)
         return replies
 
-    simulation._sent = listening  # type: ignore[method-assign]
+    simulation._admitted = listening  # type: ignore[method-assign]
     channel = Channel()
     simulation.begin(channel)
     for round in range(ROUNDS):
@@ -298,13 +308,18 @@ def _number(value: Any) -> float | None:
 def covered(method: str, link: str) -> bool:
     import perfed
 
-    return "privacy" not in LINKS[link] or not perfed.algorithms[method].not_private
+    if "privacy" in LINKS[link]:
+        return not perfed.algorithms[method].not_private
+    # Methods that send probabilities have codecs of their own.
+    return link == "plain" or (link == "8 bits") != (method in OF_PROBABILITIES)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--shadows", type=int, default=32)
+    parser.add_argument("--link", action="append", choices=LINKS, help="default: all")
+    parser.add_argument("--method", action="append", choices=METHODS, help="default: all")
     given = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     import torch
@@ -312,19 +327,27 @@ def main() -> None:
     from perfed.runs.directory import environment
 
     pairs = [(m, link) for m in METHODS for link in LINKS if covered(m, link)]
-    jobs = [(m, link, seed) for seed in range(given.shadows) for m, link in pairs]
+    methods, links = given.method or METHODS, given.link or LINKS
+    wanted = [(m, link) for m, link in pairs if m in methods and link in links]
+    jobs = [(m, link, seed) for seed in range(given.shadows) for m, link in wanted]
     with ProcessPoolExecutor(given.workers) as pool:
         for number, _ in enumerate(pool.map(attacked, *zip(*jobs, strict=True)), 1):
-            if number % len(pairs) == 0:
+            if number % len(wanted) == 0:
                 print(f"{number} of {len(jobs)} federations", flush=True)
+    here = {"shadows": given.shadows, "environment": environment(torch.device("cpu"))}
+    rows = {pair: attack(*pair, given.shadows) | here for pair in wanted}
+    if len(wanted) < len(pairs):
+        rows |= {
+            pair: row
+            for row in result("privacy_attacks")["rows"]
+            if (pair := (row["method"], row["link"])) in pairs and pair not in rows
+        }
     record = {
-        "shadows": given.shadows,
         "clients": CLIENTS,
         "pool": POOL,
         "settings": settings("perfed-kin", "plain"),
         "links": LINKS,
-        "rows": [attack(m, link, given.shadows) for m, link in pairs],
-        "environment": environment(torch.device("cpu")),
+        "rows": [rows[pair] for pair in pairs if pair in rows],
     }
     path: Path = RESULTS / "privacy_attacks.json"
     path.write_text(json.dumps(record, indent=1) + "\n", "utf-8")

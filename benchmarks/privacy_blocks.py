@@ -11,6 +11,7 @@ from privacy import BUDGETS, METHODS, accuracies
 
 from perfed.core import layout
 from perfed.core.layout import Table
+from perfed.runs.study import machines
 from perfed.runs.tables import spread
 
 WITHOUT = BUDGETS[-1] * 2.2  # where runs without privacy stand
@@ -100,10 +101,13 @@ def attacks_table() -> str:
             ]
         )
     guessed = record["rows"][0]["label_mix_guessed"]
+    shadows = " or ".join(map(str, sorted({row["shadows"] for row in record["rows"]})))
+    run_on = machines({str(number): row for number, row in enumerate(record["rows"])})
     note = (
-        f"{record['shadows']} federations of {record['clients']} clients for each line. By chance: "
+        f"{shadows} federations of {record['clients']} clients for each line. By chance: "
         f"AUC 0.500, 0.10 % found, and a label mix off by {100 * guessed:.0f} % for who guesses "
-        f"that of all clients. With privacy fedproto is refused {machine(record['environment'])}."
+        f"that of all clients. With privacy fedproto is refused "
+        f"{' and '.join(map(machine, run_on))}."
     )
     return layout.markdown([Table("", header, rows)]) + f"\n\n{note}"
 
