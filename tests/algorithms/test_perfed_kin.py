@@ -1,5 +1,7 @@
 """PerFed-Kin against its formulas, written out by hand in NumPy, and what must follow from them."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -16,9 +18,11 @@ from perfed.algorithms.perfed_kin import (
     expected_mixes,
     found_kinds,
     kinship,
+    no_label_excluded,
     prior,
 )
 from perfed.algorithms.witnesses import RIDGE, SMALLEST_PROBABILITY, SMALLEST_SHARE, Witnesses
+from perfed.config import LINKS, read_mapping
 from perfed.core.algorithm import Client, ClientInfo, Reply
 from perfed.core.message import Message
 from tests.algorithms.test_perfed_evidence import softmax
@@ -401,6 +405,26 @@ def test_the_mix_to_expect_is_that_of_those_with_the_same_labels(count: int) -> 
     alone, told = label_mix(counted), label_mix(counted, torch.tensor(expected[-1]))
     assert float(told[1]) > 2 * float(alone[1])
     assert np.allclose(told.numpy(), mix_by_hand(counted.numpy(), expected[-1]), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "wire",
+    [read_mapping("tiny", LINKS)["wire"], [{"name": "probability-bits", "bits": 1}]],
+)
+def test_a_mix_in_few_bits_excludes_no_label(wire: list[Any]) -> None:
+    """Rounded to zero, a label made the whole mix a NaN, and with --link tiny a run ended."""
+    simulation = played(3, algorithm="perfed-kin", wire=wire)
+    for client in range(6):
+        mix = simulation.population.record(client).state.get("mix", torch.ones(1))
+        assert mix.isfinite().all()
+        assert float(mix.min()) > 0
+
+
+def test_what_was_told_whole_is_taken_as_it_is() -> None:
+    told = torch.tensor([0.1, 0.02, 0.5, 0.02, 0.36])
+    assert no_label_excluded(told) is told
+    raised = no_label_excluded(torch.tensor([0.0, 0.5, 0.5, 0.0, 0.0]))
+    assert torch.allclose(raised, torch.tensor([0.02, 0.5, 0.5, 0.02, 0.02]) / 1.06)
 
 
 def test_who_is_like_nobody_expects_the_uniform_mix() -> None:

@@ -92,7 +92,7 @@ class PerFedKin(PerFedEvidence):
         return super().client_round(client, message)
 
     def mix(self, client: Client, message: Message) -> Tensor:
-        return label_mix(client.label_counts(), message["mix"])
+        return label_mix(client.label_counts(), no_label_excluded(message["mix"]))
 
     def at_home(self, client: Client, student: Weights, log_mix: Tensor) -> Tensor | float:
         gains, _ = trial(client, student, log_mix, "train")
@@ -176,6 +176,16 @@ def expected_mixes(said: Witnesses) -> Tensor:
     likelihood.diagonal().fill_(-math.inf)  # nobody is a witness to itself
     others = likelihood.softmax(1) @ candidates
     return OF_OTHERS * others + (1 - OF_OTHERS) / mixes.shape[1]
+
+
+def no_label_excluded(mix: Tensor) -> Tensor:
+    """What a client was told to expect. In few bits, or from a server that lies, some label may have
+    nothing left; the others are then lowered for it."""
+    least = (1 - OF_OTHERS) / len(mix)
+    if bool((mix >= least).all()):
+        return mix
+    mix = mix.clamp(min=least)
+    return mix / mix.sum()
 
 
 def found_kinds(said: Witnesses, standard_errors: float) -> Tensor:
