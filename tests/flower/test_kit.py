@@ -159,7 +159,7 @@ def test_what_a_kits_folder_is_called_is_no_part_of_a_command(
     said = capsys.readouterr().out
     assert "\x1b" not in said
     monkeypatch.chdir(tmp_path)
-    subprocess.run(said.partition("to take it: ")[2], shell=True, check=False)
+    subprocess.run(["sh", "-c", said.partition("to take it: ")[2]], check=False)
     assert ((site / "link.yaml").read_bytes() == link) == (name != "\x1b[2J")
     assert {path.name for path in tmp_path.iterdir()} == {"trial"}
     assert {path.name for path in kit.parent.iterdir()} == {kit.name, site.name}
