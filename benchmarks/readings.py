@@ -17,7 +17,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import shutil
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ import perfed
 from perfed.cli.display import conducting
 from perfed.config import Experiment
 from perfed.core.schema import from_mapping
+from perfed.core.tensorfile import write_atomically
 from perfed.data import Federation
 from perfed.engines import Execution
 from perfed.paper.published import WEIGHT
@@ -108,12 +111,13 @@ LAST_ROUND = "last round"
 BEST_ROUND = "best test round of the mean"
 BEST_ROUNDS = "best test round of each client by itself"
 TRAINING_MODE = "last round, BatchNorm in training mode"
-AFTER = (LAST_ROUND, BEST_ROUND, BEST_ROUNDS, TRAINING_MODE)
 
 
 def looked_at_after(folder: Path, quick: bool, how: Execution) -> None:
-    """What else the runs of the first reading say, evaluated in every round, with their models."""
-    run, path = chosen(quick), folder / "after.json"
+    """What else the runs of the first reading say, evaluated in every round, with their models.
+    They are not kept: the hundred models of a run with VGG11 take four gigabytes."""
+    run, path, runs = chosen(quick), folder / "after.json", Path("runs", f"{folder.name}-after")
+    folder.mkdir(parents=True, exist_ok=True)
     found = json.loads(path.read_text("utf-8")) if path.is_file() else {}
     for method in METHODS:
         for seed in run.seeds:
@@ -121,7 +125,9 @@ def looked_at_after(folder: Path, quick: bool, how: Execution) -> None:
                 continue
             plain = run.experiment(run.methods[method], run.fractions[0], seed)
             experiment = dataclasses.replace(plain, evaluate_every=1)
-            result = perfed.run(experiment, folder / "after" / f"{method}-seed{seed}", how=how)
+            place = runs / f"{method}-seed{seed}"
+            begun = (place / "config.yaml").is_file()
+            result = (perfed.resume if begun else partial(perfed.run, experiment))(place, how=how)
             means = result.summary["models"]["personal"]
             found[f"{method}-seed{seed}"] = {
                 LAST_ROUND: means["last"]["test_accuracy"],
@@ -130,7 +136,8 @@ def looked_at_after(folder: Path, quick: bool, how: Execution) -> None:
                 TRAINING_MODE: in_training_mode(result, experiment.federation()),
                 "environment": result.directory.read_json("environment.json"),
             }
-            path.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+            write_atomically(path, (json.dumps(found, indent=1) + "\n").encode())
+            shutil.rmtree(place)
             print(f"{method}, seed {seed}: {found[f'{method}-seed{seed}']}", flush=True)
 
 
