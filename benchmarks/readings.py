@@ -18,6 +18,7 @@ import argparse
 import dataclasses
 import json
 import shutil
+import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -113,15 +114,18 @@ BEST_ROUNDS = "best test round of each client by itself"
 TRAINING_MODE = "last round, BatchNorm in training mode"
 
 
-def looked_at_after(folder: Path, quick: bool, how: Execution) -> None:
+def looked_at_after(
+    folder: Path, quick: bool, how: Execution, seconds: float = float("inf")
+) -> None:
     """What else the runs of the first reading say, evaluated in every round, with their models.
     They are not kept: the hundred models of a run with VGG11 take four gigabytes."""
     run, path, runs = chosen(quick), folder / "after.json", Path("runs", f"{folder.name}-after")
     folder.mkdir(parents=True, exist_ok=True)
+    ends = time.monotonic() + seconds
     found = json.loads(path.read_text("utf-8")) if path.is_file() else {}
     for method in METHODS:
         for seed in run.seeds:
-            if f"{method}-seed{seed}" in found:
+            if f"{method}-seed{seed}" in found or time.monotonic() >= ends:
                 continue
             plain = run.experiment(run.methods[method], run.fractions[0], seed)
             experiment = dataclasses.replace(plain, evaluate_every=1)
@@ -200,7 +204,7 @@ def main() -> None:
     planned = study(folder, options.quick)
     how = Execution(precision=options.precision)
     if options.after:
-        looked_at_after(folder, options.quick, how)
+        looked_at_after(folder, options.quick, how, options.seconds)
         return
     with conducting(planned.folder) as display:
         planned.run(how, [display], seconds=options.seconds, side_by_side=True)

@@ -107,6 +107,8 @@ def test_looking_at_runs_goes_on_where_it_was_stopped_and_leaves_no_models(
     monkeypatch.setattr(readings, "chosen", lambda quick: run)
     monkeypatch.setattr(readings, "best_rounds", looked_at)
     records = tmp_path / "records"
+    readings.looked_at_after(records, True, SEQUENTIAL, seconds=0)
+    assert not seen
     with pytest.raises(KeyboardInterrupt):
         readings.looked_at_after(records, True, SEQUENTIAL)
     readings.looked_at_after(records, True, SEQUENTIAL)
