@@ -20,7 +20,6 @@ import json
 import shutil
 import time
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -130,8 +129,10 @@ def looked_at_after(
             plain = run.experiment(run.methods[method], run.fractions[0], seed)
             experiment = dataclasses.replace(plain, evaluate_every=1)
             place = runs / f"{method}-seed{seed}"
-            begun = (place / "config.yaml").is_file()
-            result = (perfed.resume if begun else partial(perfed.run, experiment))(place, how=how)
+            if (place / "config.yaml").is_file():
+                result = perfed.resume(place, how=how)
+            else:
+                result = perfed.run(experiment, place, how=how)
             means = result.summary["models"]["personal"]
             found[f"{method}-seed{seed}"] = {
                 LAST_ROUND: means["last"]["test_accuracy"],

@@ -85,8 +85,8 @@ def test_each_key_of_tuning_is_explained() -> None:
     [(1 / 5.6, "0.1786"), (86400.5, "86400.5"), (50.0, "50.0"), (1e-6, "1e-06")],
 )
 def test_a_default_is_rounded_only_where_it_has_no_end(default: float, shown: str) -> None:
-    field = dataclasses.make_dataclass("Made", [("limit", float, default)]).__dataclass_fields__
-    assert shown_default(field["limit"]) == shown
+    (field,) = dataclasses.fields(dataclasses.make_dataclass("Made", [("limit", float, default)]))
+    assert shown_default(field) == shown
 
 
 def test_an_algorithm_says_what_crosses() -> None:
