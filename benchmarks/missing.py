@@ -53,6 +53,11 @@ def of_study(study: Study) -> tuple[int, int]:
     return wanted - len(study.missing()), wanted
 
 
+def looked_at_after() -> tuple[int, int]:
+    there = sum(map(len, readings.found_after().values()))
+    return there, len(readings.METHODS) * len(readings.SEEDS)
+
+
 def of_family(family: str) -> tuple[int, int]:
     import kin  # registers methods, so it is not imported by who asks for something else
 
@@ -108,9 +113,16 @@ def everything() -> list[Work]:
         script("readings.py", *GPU[2:]),
         lambda: of_study(readings.study()),
     )
+    after = Work(
+        "Readings of the paper, when a run is over",
+        "reproduction",
+        script("readings.py", "--after", *GPU[2:]),
+        looked_at_after,
+    )
     return [
         *tables[:2],
         paper,
+        after,
         of_kin("cifar"),
         *tables[2:],
         of_kin("cifar-three"),

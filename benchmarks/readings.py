@@ -17,6 +17,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import shutil
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ import perfed
 from perfed.cli.display import conducting
 from perfed.config import Experiment
 from perfed.core.schema import from_mapping
+from perfed.core.tensorfile import write_atomically
 from perfed.data import Federation
 from perfed.engines import Execution
 from perfed.paper.published import WEIGHT
@@ -108,20 +111,28 @@ LAST_ROUND = "last round"
 BEST_ROUND = "best test round of the mean"
 BEST_ROUNDS = "best test round of each client by itself"
 TRAINING_MODE = "last round, BatchNorm in training mode"
-AFTER = (LAST_ROUND, BEST_ROUND, BEST_ROUNDS, TRAINING_MODE)
 
 
-def looked_at_after(folder: Path, quick: bool, how: Execution) -> None:
-    """What else the runs of the first reading say, evaluated in every round, with their models."""
-    run, path = chosen(quick), folder / "after.json"
+def looked_at_after(
+    folder: Path, quick: bool, how: Execution, seconds: float = float("inf")
+) -> None:
+    """What else the runs of the first reading say, evaluated in every round, with their models.
+    They are not kept: the hundred models of a run with VGG11 take four gigabytes."""
+    run, path, runs = chosen(quick), folder / "after.json", Path("runs", f"{folder.name}-after")
+    folder.mkdir(parents=True, exist_ok=True)
+    ends = time.monotonic() + seconds
     found = json.loads(path.read_text("utf-8")) if path.is_file() else {}
     for method in METHODS:
         for seed in run.seeds:
-            if f"{method}-seed{seed}" in found:
+            if f"{method}-seed{seed}" in found or time.monotonic() >= ends:
                 continue
             plain = run.experiment(run.methods[method], run.fractions[0], seed)
             experiment = dataclasses.replace(plain, evaluate_every=1)
-            result = perfed.run(experiment, folder / "after" / f"{method}-seed{seed}", how=how)
+            place = runs / f"{method}-seed{seed}"
+            if (place / "config.yaml").is_file():
+                result = perfed.resume(place, how=how)
+            else:
+                result = perfed.run(experiment, place, how=how)
             means = result.summary["models"]["personal"]
             found[f"{method}-seed{seed}"] = {
                 LAST_ROUND: means["last"]["test_accuracy"],
@@ -130,7 +141,8 @@ def looked_at_after(folder: Path, quick: bool, how: Execution) -> None:
                 TRAINING_MODE: in_training_mode(result, experiment.federation()),
                 "environment": result.directory.read_json("environment.json"),
             }
-            path.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+            write_atomically(path, (json.dumps(found, indent=1) + "\n").encode())
+            shutil.rmtree(place)
             print(f"{method}, seed {seed}: {found[f'{method}-seed{seed}']}", flush=True)
 
 
@@ -193,7 +205,7 @@ def main() -> None:
     planned = study(folder, options.quick)
     how = Execution(precision=options.precision)
     if options.after:
-        looked_at_after(folder, options.quick, how)
+        looked_at_after(folder, options.quick, how, options.seconds)
         return
     with conducting(planned.folder) as display:
         planned.run(how, [display], seconds=options.seconds, side_by_side=True)

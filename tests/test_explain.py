@@ -12,7 +12,7 @@ from perfed.core.algorithm import Algorithm
 from perfed.core.errors import ConfigError
 from perfed.core.schema import option
 from perfed.data import datasets
-from perfed.explain import about, described, entries, explain, overview
+from perfed.explain import about, described, entries, explain, overview, shown_default
 from perfed.models import Models
 from perfed.runs.design import Tuning
 from perfed.starter import commented
@@ -78,6 +78,15 @@ def test_each_key_of_tuning_is_explained() -> None:
     lines = explain("tuning")
     for field in dataclasses.fields(Tuning):
         assert f"tuning.{field.name}" in lines
+
+
+@pytest.mark.parametrize(
+    ("default", "shown"),
+    [(1 / 5.6, "0.1786"), (86400.5, "86400.5"), (50.0, "50.0"), (1e-6, "1e-06")],
+)
+def test_a_default_is_rounded_only_where_it_has_no_end(default: float, shown: str) -> None:
+    (field,) = dataclasses.fields(dataclasses.make_dataclass("Made", [("limit", float, default)]))
+    assert shown_default(field) == shown
 
 
 def test_an_algorithm_says_what_crosses() -> None:

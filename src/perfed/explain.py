@@ -20,6 +20,8 @@ from perfed.core.registry import Component, Registry
 from perfed.core.schema import BOUNDS, Options
 from perfed.runs.design import Tuning
 
+LONGEST_NUMBER = 12  # characters of a default; 1/5.6 has more, and is rounded
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -158,8 +160,8 @@ def shown_default(field: dataclasses.Field[Any]) -> str:
         return "none"
     if isinstance(value, bool):
         return "true" if value else "false"
-    if isinstance(value, float):
-        return str(float(f"{value:.4g}"))  # 1/5.6 has seventeen digits
+    if isinstance(value, float) and len(str(value)) > LONGEST_NUMBER:
+        return str(float(f"{value:.4g}"))
     return str(value)
 
 

@@ -244,7 +244,6 @@ import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 from perfed.cli import main
-from perfed.core.tensorfile import write_atomically
 main()
 """
 LONG = ["--set=rounds=150", "--checkpoint-seconds=1000"]
@@ -302,7 +301,6 @@ class Then:
     now = staticmethod(lambda: datetime(2026, 1, 1))
 directory.datetime = Then
 from perfed.cli import main
-from perfed.core.tensorfile import write_atomically
 main()
 """
 

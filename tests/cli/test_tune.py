@@ -50,7 +50,7 @@ def test_a_folder_keeps_its_search_and_the_same_search_goes_on(
     shown = capsys.readouterr()
     assert "Settings of local\n" in shown.out
     assert f"run directory: {out}; " in shown.err
-    assert shown.err.startswith("2 of 2 settings left to try")
+    assert shown.err.startswith("2 of 2 settings left to try (--trials: fewer")
     before = (out / "tune.json").read_text()
     for other in (["--grid", "rounds=2,3"], [*GRID, "--set", "rounds=4"]):
         error = refusal(monkeypatch, capsys, *search, *other)
@@ -60,6 +60,9 @@ def test_a_folder_keeps_its_search_and_the_same_search_goes_on(
     shown = capsys.readouterr()
     assert json.loads(shown.out) == json.loads(before)
     assert shown.err == ""  # nothing was run again
+    other = ["tune", config, *GRID, "-a", "local", "--trials", "1", "--out", tmp_path / "other"]
+    assert perfed(monkeypatch, *other) == 0
+    assert capsys.readouterr().err.startswith("1 of 1 settings left to try\n")
 
 
 def test_a_range_needs_optuna_and_lists_do_not(

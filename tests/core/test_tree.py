@@ -51,10 +51,19 @@ def test_on_a_gpu_not_all_of_a_rounds_models_are_copied_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tree, "LARGE", 6)
+    copied: list[int] = []
+    cat = torch.cat
+
+    def watched(part: list[Tensor], *dimension: int) -> Tensor:
+        copied.append(len(part))
+        return cat(part, *dimension)
+
+    monkeypatch.setattr(torch, "cat", watched)
     tensors = [torch.zeros(size, device="meta") for size in (3, 3, 10, 1, 2)]
     assert [len(part) for part in tree._in_parts(tensors)] == [2, 1, 2]
     (found,) = extremes(tensors)
     assert found.shape == (6,)  # the smallest and the largest of each part
+    assert 1 not in copied  # what is large is looked at where it lies
 
 
 @pytest.mark.parametrize("size", [1, 7, SMALL, SMALL + 1])

@@ -170,6 +170,20 @@ def test_names_and_measurements_are_no_categories(tmp_path: Path) -> None:
         load(path, target="n", ignore=["who"])
 
 
+def test_many_numbers_with_a_decimal_comma_are_called_so_unless_they_are_categories(
+    tmp_path: Path,
+) -> None:
+    """A large table has more of them than there may be words in a column."""
+    path = tmp_path / "a.csv"
+    lines = [f"{n // 10},{n % 10};{'ab'[n % 2]}" for n in range(1500)]
+    path.write_text("\n".join(["n;kind", *lines]))
+    with pytest.raises(ConfigError, match="line 2, column 'n': 0,0 has a decimal comma"):
+        load(path, target="kind", separator=";")
+    path.write_text("\n".join(["n;kind", *lines[:20]]))
+    codes = load(path, target="kind", separator=";", categories=["n"])
+    assert codes.x.shape == (20, 20)
+
+
 def test_words_that_are_no_categories_are_spoken_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

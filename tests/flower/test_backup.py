@@ -90,6 +90,9 @@ def test_a_backup_leaves_nothing_out_and_nobody_else_reads_it(
     folder = write_federation(tmp_path / "f", rounds=1)
     run(folder, desk(folder))
     site, saved = folder / "site-0.yaml", tmp_path / "saved.tar.gz"
+    part = tmp_path / ".saved.tar.gz.part"
+    part.write_text("of a backup that was interrupted")
+    part.chmod(0o644)
     modes = []
     replace = os.replace
     monkeypatch.setattr(

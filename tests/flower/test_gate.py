@@ -28,10 +28,11 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from perfed.flower import gate as gate_module
+from perfed.flower import registered
 from perfed.flower.certificates import write_certificates
 from perfed.flower.gate import ACTIVATE, LARGEST_BODY, NO_TLS, SMALL_BODY, gate
 from perfed.flower.listener import Limits, listen
-from perfed.flower.registered import KEY, NODES, SIGNATURE, SIGNED_AT
+from perfed.flower.registered import KEY, NODES, SIGNATURE, SIGNED_AT, Registered
 
 PATIENT = Limits(handshake=30, header=30, request=60, per_address=10, connections=20)
 
@@ -81,6 +82,7 @@ class Superlink:
         self.received: list[int] = []
         self.keys: list[list[str]] = []
         self.asked = 0
+        self.registered = [public_key_to_bytes(SITE_KEY.public_key())]
         routes = [
             Route(ACTIVATE, self.activate, methods=["POST"]),
             Route("/v1/fleet/push-object", self.take, methods=["POST"]),
@@ -101,7 +103,7 @@ class Superlink:
 
     async def nodes(self, request: Request) -> Response:
         self.asked += 1
-        known = [NodeInfo(public_key=public_key_to_bytes(SITE_KEY.public_key()), status="online")]
+        known = [NodeInfo(public_key=key, status="online") for key in self.registered]
         return Response(ListNodesResponse(nodes_info=known).SerializeToString())
 
     async def take(self, request: Request) -> Response:
@@ -231,6 +233,48 @@ def test_a_large_body_goes_on_for_a_registered_key_alone(open_gate: Callable[...
     assert superlink.asked < 5  # not for each of them
     assert ask(port, context, content=body, headers=theirs).content == b"taken"
     assert ask(port, context, content=body[1:]).content == b"taken"  # it decides itself
+
+
+@pytest.mark.attack("stolen-key")
+def test_a_large_body_of_a_key_that_was_unregistered_stays_outside(
+    open_gate: Callable[..., Door], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The superlink would refuse it, but only once it has all of it in memory."""
+    port, context, superlink = open_gate()
+    body = b"x" * (SMALL_BODY + 1)
+    for _ in range(3):
+        assert ask(port, context, content=body, headers=signed()).content == b"taken"
+    assert superlink.asked == 1
+    superlink.registered.clear()
+    monkeypatch.setattr(registered, "ANEW", 0.0)  # as half a minute later
+    assert ask(port, context, content=body, headers=signed()).status_code == 401
+    assert len(superlink.received) == 3
+
+
+def test_a_site_that_is_known_does_not_wait_while_the_superlink_is_asked_of_strangers() -> None:
+    asked = 0
+
+    async def knows() -> tuple[bool, bool]:
+        nonlocal asked
+        superlink = Registered(httpx.AsyncClient())
+        superlink._keys, superlink._asked = {b"known"}, time.monotonic() - registered.AGAIN
+        answers = asyncio.Event()
+
+        async def keys() -> set[bytes]:
+            nonlocal asked
+            asked += 1
+            await answers.wait()
+            return {b"known"}
+
+        superlink.keys = keys  # type: ignore[method-assign]
+        strangers = [asyncio.create_task(superlink._knows(b"stranger")) for _ in range(3)]
+        await asyncio.sleep(0)
+        known = await asyncio.wait_for(superlink._knows(b"known"), 10)
+        answers.set()
+        return known, any(await asyncio.gather(*strangers))
+
+    assert asyncio.run(knows()) == (True, False)
+    assert asked == 1
 
 
 @pytest.mark.attack("gate-large-header")

@@ -133,6 +133,38 @@ def test_a_newer_kit_is_not_overlooked(tmp_path: Path, capsys: pytest.CaptureFix
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.parametrize(
+    "name", ["site-0", "x; touch hacked;", "--checkpoint=1 --checkpoint-action=exec=x", "\x1b[2J"]
+)
+def test_what_a_kits_folder_is_called_is_no_part_of_a_command(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+) -> None:
+    """The line is there to be copied into a shell. What a site's own folder is called is its own
+    matter, too: a browser saves a second kit as 'site-0 (1).tar.gz'."""
+    initialise(tmp_path / "trial", 1, tls=True, hosts=[])
+    kit = tmp_path / "trial" / "kits" / "site-0 (1).tar.gz"
+    (tmp_path / "trial" / "kits" / "site-0.tar.gz").rename(kit)
+    site = open_kit(kit)
+    assert site.name == "site-0 (1)"
+    link = (site / "link.yaml").read_bytes() + b"\n"
+    with tarfile.open(kit, "w:gz") as archive:
+        entry = tarfile.TarInfo(f"{name}/link.yaml")
+        entry.size = len(link)
+        archive.addfile(entry, io.BytesIO(link))
+    capsys.readouterr()
+    open_kit(kit)
+    said = capsys.readouterr().out
+    assert "\x1b" not in said
+    monkeypatch.chdir(tmp_path)
+    subprocess.run(["sh", "-c", said.partition("to take it: ")[2]], check=False)
+    assert ((site / "link.yaml").read_bytes() == link) == (name != "\x1b[2J")
+    assert {path.name for path in tmp_path.iterdir()} == {"trial"}
+    assert {path.name for path in kit.parent.iterdir()} == {kit.name, site.name}
+
+
 @pytest.mark.parametrize("text", ["superlink: here", "superlink: a:b", "superlnk: a:1", "[]"])
 def test_a_wrong_link_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "link.yaml").write_text(text)

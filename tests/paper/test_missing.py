@@ -62,6 +62,16 @@ def test_dry_runs_nothing(told: list[list[str]], capsys: pytest.CaptureFixture[s
     assert "1 of 2: 1 runs are missing" in capsys.readouterr().out
 
 
+def test_what_is_looked_at_when_a_run_is_over_is_counted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(missing.readings, "FOLDER", tmp_path)
+    (after,) = (work for work in missing.everything() if "--after" in work.command)
+    assert after.count() == (0, 6)
+    (tmp_path / "after.json").write_text('{"local-seed0": {}, "perfed-ckt-1-seed1": {}}')
+    assert after.count() == (2, 6)
+
+
 def test_all_of_table_1_is_wanted_once() -> None:
     """Of the rows at C=0.1, one part has some and another the rest."""
     parts = {part.name: part for part in paper_blocks.PARTS}

@@ -1,7 +1,10 @@
 """benchmarks/readings.py: every reading is another experiment, and only in what it says."""
 
+import json
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,7 +12,7 @@ import pytest
 import torch
 
 import perfed
-from tests.conftest import tiny
+from tests.conftest import SEQUENTIAL, tiny
 
 sys.path.insert(0, str(Path(perfed.__file__).parents[2] / "benchmarks"))
 import readings
@@ -78,3 +81,38 @@ def test_runs_are_looked_at_once_more_when_they_are_over(tmp_path: Path) -> None
         found.append(float((model(x).argmax(1) == y).double().mean()))
     assert readings.in_training_mode(result, federation) == pytest.approx(np.mean(found))
     assert np.mean(found) != pytest.approx(means["last"]["test_accuracy"])
+
+
+def test_looking_at_runs_goes_on_where_it_was_stopped_and_leaves_no_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Models of VGG11 beside the committed records would be forty gigabytes."""
+    seen: list[int] = []
+    plain = tiny(algorithm="local", rounds=3)
+    run = SimpleNamespace(
+        methods={"local": None},
+        fractions=[1.0],
+        seeds=[0, 1],
+        experiment=lambda method, fraction, seed: replace(plain, seed=seed),
+    )
+
+    def looked_at(result: perfed.Result) -> float:
+        seen.append(result.experiment.seed)
+        if seen == [0, 1]:
+            raise KeyboardInterrupt
+        return 0.5
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(readings, "METHODS", ["local"])
+    monkeypatch.setattr(readings, "chosen", lambda quick: run)
+    monkeypatch.setattr(readings, "best_rounds", looked_at)
+    records = tmp_path / "records"
+    readings.looked_at_after(records, True, SEQUENTIAL, seconds=0)
+    assert not seen
+    with pytest.raises(KeyboardInterrupt):
+        readings.looked_at_after(records, True, SEQUENTIAL)
+    readings.looked_at_after(records, True, SEQUENTIAL)
+    assert seen == [0, 1, 1]
+    assert list(json.loads((records / "after.json").read_text())) == ["local-seed0", "local-seed1"]
+    assert [path.name for path in records.iterdir()] == ["after.json"]
+    assert not list((tmp_path / "runs").rglob("*.safetensors"))

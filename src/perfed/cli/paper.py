@@ -270,7 +270,8 @@ def tune(
     so_far, _ = _write_trials(search, path)  # says which search it is, also if this one is killed
     left = so_far["of"] - len(so_far["trials"])
     if left and not as_json:
-        tell(f"{left} of {so_far['of']} settings left to try (--trials: fewer, drawn at random)")
+        fewer = " (--trials: fewer, drawn at random)" if trials is None else ""
+        tell(f"{left} of {so_far['of']} settings left to try{fewer}")
     with conducting(path) as display:
         search = search.run(path, how, [display], part, seconds, side_by_side)
     result, shown = _write_trials(search, path)

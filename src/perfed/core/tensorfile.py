@@ -248,6 +248,7 @@ def write_atomically(path: Path, *pieces: Piece, mode: int = 0o666) -> None:
     ``mode`` says who may read it, from its first byte on."""
     temporary = path.with_name(f".{path.name}.part")
     try:
+        temporary.unlink(missing_ok=True)  # what was interrupted may be open to others
         with open(temporary, "wb", opener=functools.partial(os.open, mode=mode)) as file:
             file.writelines(pieces)
             file.flush()

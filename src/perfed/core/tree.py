@@ -90,7 +90,8 @@ def extremes(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
             group = [tensor for tensor in group if tensor.numel() > SMALL]
             joined = iter([*group, *([torch._C._nn.flatten_dense_tensors(small)] if small else [])])
         else:  # one after another: of all models of a round there may be no room for a copy
-            joined = (torch.cat(part) for part in _in_parts(map(_in_memory_order, group)))
+            parts = _in_parts(map(_in_memory_order, group))
+            joined = (torch.cat(part) if len(part) > 1 else part[0] for part in parts)
         yield torch.stack([one for tensor in joined for one in tensor.aminmax()])
 
 

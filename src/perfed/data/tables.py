@@ -218,14 +218,18 @@ class Csv(Places):
             if "" in cells:
                 raise DataError(f"{sheet.cell(cells.index(''), name)} is empty")
             words.update(cells)
+        has_commas = self.separator != "," and all(map(COMMA_NUMBER.fullmatch, words))
+        if has_commas and name not in self.categories:
+            cell = f"{sheets[0].cell(0, name)}: {columns[0][0]}"
+            raise DataError(
+                f"{cell} has a decimal comma: write numbers with a point, as in 0.5, or list the "
+                "column under 'categories'"
+            )
         if len(words) > MOST_WORDS:
             raise DataError(
                 f"column '{name}' of {sheets[0].path} has {len(words):,} different words: "
                 "if it names its rows, list it under 'ignore'"
             )
-        if self.separator != "," and all(map(COMMA_NUMBER.fullmatch, words)):
-            cell = f"{sheets[0].cell(0, name)}: {columns[0][0]}"
-            raise DataError(f"{cell} has a decimal comma: write numbers with a point, as in 0.5")
         rows = sum(map(len, columns))
         if len(words) > max(MANY_WORDS, rows / 2):
             say_once(

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import io
 import os
+import shlex
 import shutil
 import tarfile
 import tempfile
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from perfed.config import read_mapping
-from perfed.core.errors import ConfigError, RunError
+from perfed.core.errors import ConfigError, RunError, one_line
 from perfed.core.schema import Options, from_mapping, option
 from perfed.core.tensorfile import write_atomically
 from perfed.flower.saying import say
@@ -226,9 +227,11 @@ def _tell_of_news(archive: tarfile.TarFile, path: Path, folder: Path) -> None:
     for entry in archive:
         name = "/".join(PurePosixPath(entry.name).parts[1:])
         if name in (LINK, AUTHORITY) and entry.isfile() and not _is_here(archive, entry, folder):
+            # The coordinator has chosen this name, and the line goes into somebody's shell.
+            into = ["-C", str(folder), "--strip-components=1", "--", one_line(entry.name)]
             say(
                 f"{folder} is there already and stays as it is, but {path.name} has another "
-                f"{name}; to take it: tar -xzf {path} -C {folder.parent} {entry.name}"
+                f"{name}; to take it: {shlex.join(['tar', '-xzf', str(path), *into])}"
             )
 
 

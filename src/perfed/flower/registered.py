@@ -19,6 +19,7 @@ KEY, SIGNATURE, SIGNED_AT = "flwr-public-key", "flwr-signature", "flwr-timestamp
 NODES = "/v1/control/list-nodes"
 PROTOBUF = "application/protobuf"
 AGAIN = 1.0  # seconds until the superlink is asked anew about a key that it did not know
+ANEW = 30.0  # and about one that it knew: it may not be registered any more
 
 
 class Registered:
@@ -27,8 +28,7 @@ class Registered:
     def __init__(self, superlink: httpx.AsyncClient) -> None:
         self._superlink = superlink
         self._keys: set[bytes] = set()
-        """As they were when it was last asked. It decides anew itself, so a key that is registered
-        no more does no harm here."""
+        """As they were when it was last asked."""
         self._asked = -float("inf")
         self._one_asks = asyncio.Lock()
 
@@ -64,8 +64,14 @@ class Registered:
         )
 
     async def _knows(self, key: bytes) -> bool:
-        """Strangers do not make it ask more than once a second."""
+        """Strangers do not make it ask more than once a second, nor sites wait for them."""
+        if not self._is_old(key):
+            return key in self._keys
         async with self._one_asks:
-            if key not in self._keys and time.monotonic() - self._asked >= AGAIN:
+            if self._is_old(key):  # nobody asked meanwhile
                 self._keys, self._asked = await self.keys(), time.monotonic()
         return key in self._keys
+
+    def _is_old(self, key: bytes) -> bool:
+        """What was said of this key."""
+        return time.monotonic() - self._asked >= (ANEW if key in self._keys else AGAIN)
