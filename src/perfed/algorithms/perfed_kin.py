@@ -179,7 +179,7 @@ def expected_mixes(said: Witnesses) -> Tensor:
 
 
 def no_label_excluded(mix: Tensor) -> Tensor:
-    """What a client was told to expect. In few bits, or from a server that lies, some label may have
+    """What a client was told to expect. In few bits, or from a server that lies, a label may have
     nothing left; the others are then lowered for it."""
     least = (1 - OF_OTHERS) / len(mix)
     if bool((mix >= least).all()):
