@@ -353,7 +353,8 @@ def _exchange_bytes(method: str, classes: int, spread: float, wire: Sequence[Sta
             down = Message(centroids=torch.stack(others).softmax(2))
         else:
             up = Message(soft_decisions=own.softmax(1), samples=500, gains=gains)
-            down = Message(evidence=others[0] - others[0].mean(1, keepdim=True), gains=gains)
+            evidence, mix = others[0] - others[0].mean(1, keepdim=True), own.softmax(1).mean(0)
+            down = Message(evidence=evidence, gains=gains, mix=mix)
         known = _known(classes)
         sent, server = link.send(down, 0, round, "down", server, declared.down, known)
         _, client = link.receive(sent, 0, round, "down", client, declared.down, known)

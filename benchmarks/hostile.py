@@ -4,6 +4,7 @@ and without robust stages, measured on the personal models of honest clients.
     python benchmarks/hostile.py tune --workers 16     which stages, by validation accuracy
     python benchmarks/hostile.py run --workers 16      the grid, on seeds that chose nothing
     python benchmarks/hostile.py run --reduced         20 minutes on two cores; a record of its own
+    python benchmarks/hostile.py run --method perfed-kin   its rows; the others stay as they are
 
 Each worker is a process of its own. Stopped, it goes on where it was. Nothing more is begun after
 some time: --seconds 500. Runs and their records go to runs/, or elsewhere: --out FOLDER. The record
@@ -22,12 +23,12 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from committed import ROOT
+from committed import ROOT, result
 
 from perfed import Execution, Experiment
 from perfed.config import read_mapping
@@ -140,16 +141,16 @@ Place = tuple[str, str, str, float, str]
 """Setting, method, attack, share, stages."""
 
 
-def places(reduced: bool) -> Iterator[Place]:
+def places(reduced: bool, methods: Collection[str] = METHODS) -> Iterator[Place]:
     every = REDUCED_SHARES if reduced else SHARES
-    for setting, method, stages in itertools.product(SETTINGS, METHODS, STAGES):
+    for setting, method, stages in itertools.product(SETTINGS, methods, STAGES):
         if not fitting(method, stages) or (reduced and stages not in EVERY):
             continue
         yield setting, method, "", 0.0, stages
         shares = every if stages in EVERY else (GOAL,)
         for attack, share in itertools.product(attacks_on(method, reduced), shares):
             yield setting, method, attack, share, stages
-    for setting, method, stages in itertools.product(HONEST, METHODS, EVERY):
+    for setting, method, stages in itertools.product(HONEST, methods, EVERY):
         yield setting, method, "", 0.0, stages
 
 
@@ -160,12 +161,15 @@ def attacks_on(method: str, reduced: bool = False) -> list[str]:
     return [attack for attack in ATTACKS if attack not in without | few]
 
 
-def grid(reduced: bool) -> dict[str, Experiment]:
+def grid(reduced: bool, methods: Collection[str] = METHODS) -> dict[str, Experiment]:
+    """With local training, where these are all methods."""
     cells = {
         cell(s, m, seed, a, share, stages): experiment(s, METHODS[m], seed, a, share, stages)
         for seed in seeds(reduced)
-        for s, m, a, share, stages in places(reduced)
+        for s, m, a, share, stages in places(reduced, methods)
     }
+    if len(methods) < len(METHODS):
+        return cells
     alone = {
         cell(s, "local", seed, "", 0.0, "none"): experiment(s, LOCAL, seed)
         for seed in seeds(reduced)
@@ -205,7 +209,13 @@ def tuned(records: Mapping[str, Record]) -> dict[str, Any]:
             found = [validation_accuracy(records[name]) for name in names]
             scores.setdefault(method, {})[stages] = round(100 * statistics.mean(found), 2)
     best = {method: max(by, key=lambda s: by[s]) for method, by in scores.items()}
-    return {"validation_accuracy": scores, "best": best, "seeds": TUNING_SEEDS, "share": GOAL}
+    return {
+        "validation_accuracy": scores,
+        "best": best,
+        "seeds": TUNING_SEEDS,
+        "share": GOAL,
+        "environments": machines(records),
+    }
 
 
 def validation_accuracy(record: Record) -> float:
@@ -225,9 +235,11 @@ def accuracies(record: Record | None) -> list[int] | None:
     return [round(1e4 * value) for value in record["clients"]["test_accuracy"][kind]]
 
 
-def gathered(records: Mapping[str, Record], reduced: bool) -> dict[str, Any]:
-    """Accuracies of all clients, and who of them is hostile, by seed."""
-    rows = [
+def gathered_rows(
+    records: Mapping[str, Record], reduced: bool, methods: Collection[str] = METHODS
+) -> list[dict[str, Any]]:
+    """Accuracies of all clients, by seed."""
+    return [
         {
             "setting": s,
             "method": m,
@@ -238,8 +250,24 @@ def gathered(records: Mapping[str, Record], reduced: bool) -> dict[str, Any]:
                 accuracies(records[cell(s, m, seed, a, share, stages)]) for seed in seeds(reduced)
             ],
         }
-        for s, m, a, share, stages in places(reduced)
+        for s, m, a, share, stages in places(reduced, methods)
     ]
+
+
+def anew(
+    name: str, records: Mapping[str, Record], reduced: bool, methods: Collection[str]
+) -> dict[str, Any]:
+    """What is on record, with new rows of some methods in the place of theirs."""
+    there = result(name)
+    rows = [row for row in there["rows"] if row["method"] not in methods]
+    environments = there["environments"] + machines(records)
+    content = {key: there[key] for key in ("seeds", "local", "hostile")}
+    new = gathered_rows(records, reduced, methods)
+    return content | {"rows": [*new, *rows], "environments": environments}
+
+
+def gathered(records: Mapping[str, Record], reduced: bool) -> dict[str, Any]:
+    """Accuracies of all clients, and who of them is hostile, by seed."""
     local = {
         s: [accuracies(records[cell(s, "local", seed, "", 0.0, "none")]) for seed in seeds(reduced)]
         for s in SETTINGS | HONEST
@@ -251,17 +279,23 @@ def gathered(records: Mapping[str, Record], reduced: bool) -> dict[str, Any]:
         ]
         for share in SHARES
     }
-    return {"seeds": seeds(reduced), "rows": rows, "local": local, "hostile": hostile}
+    rows = gathered_rows(records, reduced)
+    return {
+        "seeds": seeds(reduced),
+        "rows": rows,
+        "local": local,
+        "hostile": hostile,
+        "environments": machines(records),
+    }
 
 
-def write(name: str, content: Mapping[str, Any], records: Mapping[str, Record]) -> None:
+def write(name: str, content: Mapping[str, Any]) -> None:
     origin = {
         "config": BASE,
         "settings": SETTINGS | HONEST,
         "methods": METHODS,
         "attacks": ATTACKS,
         "stages": CANDIDATES,
-        "environments": machines(records),
     }
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps({**content, **origin}, separators=(",", ":")) + "\n", "utf-8")
@@ -274,6 +308,7 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--reduced", action="store_true", help="two shares, fewer attacks, other seeds"
     )
+    parser.add_argument("--method", action="append", choices=METHODS, help="default: all")
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--out", type=Path, default=ROOT / "runs")
     parser.add_argument("--shard", type=Shard.parse, help="1/4, say: what a worker is given")
@@ -284,7 +319,8 @@ def main(*arguments: str) -> None:
     given = parsed(arguments)
     tuning = given.action == "tune"
     name = "hostile_tune" if tuning else "hostile_reduced" if given.reduced else "hostile"
-    study = Study(given.out / name, trials() if tuning else grid(given.reduced))
+    methods = given.method or [*METHODS]
+    study = Study(given.out / name, trials() if tuning else grid(given.reduced, methods))
     if given.shard is None and given.workers > 1:
         shards = [f"{number}/{given.workers}" for number in range(1, given.workers + 1)]
         one = [sys.executable, __file__, *arguments, "--shard"]
@@ -295,7 +331,12 @@ def main(*arguments: str) -> None:
         study.run(Execution(device="cpu"), shard=given.shard, seconds=given.seconds)
     if given.shard is None and not study.missing():
         records = study.records()
-        write(name, tuned(records) if tuning else gathered(records, given.reduced), records)
+        if tuning:
+            write(name, tuned(records))
+        elif given.method:
+            write(name, anew(name, records, given.reduced, methods))
+        else:
+            write(name, gathered(records, given.reduced))
 
 
 if __name__ == "__main__":
