@@ -481,7 +481,6 @@ def size_order(group: str) -> int:
 
 
 BLOCKS = {
-    "digits-groups": lambda: comparison("digits-groups"),
     "all-algorithms": lambda: comparison("all_algorithms"),
     "digits-dirichlet": lambda: comparison("digits-dirichlet"),
     "digits-dirichlet-gains": lambda: against_local("digits-dirichlet"),

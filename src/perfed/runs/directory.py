@@ -316,7 +316,7 @@ def make_directory(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
         if any(entry.name != LOCK for entry in path.iterdir()):
             raise RunError(
-                f"{path} exists already: choose another, or continue it with --resume {path}"
+                f"{path} exists already: choose another, or continue it: perfed run --resume {path}"
             )
     except OSError as error:
         raise RunError(f"cannot create {path}: {error.strerror}") from None
