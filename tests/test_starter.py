@@ -41,6 +41,13 @@ def tables_by_client(root: Path) -> str:
     return str(root / "sites")
 
 
+def tables_in_capitals(root: Path) -> str:
+    folder = Path(tables_by_client(root))
+    for file in [*folder.iterdir()]:
+        file.rename(file.with_suffix(".CSV"))
+    return str(folder)
+
+
 def large(root: Path) -> str:
     own_files.photos(root / "large", each=8, size=(70, 90))
     own_files.photos(root / "large", ("emu",), each=8, size=(20, 30))
@@ -62,6 +69,7 @@ SOURCES: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "csv with semicolons": (semicolons, {"name": "csv", "separator": ";", "target": "kind"}),
     "csv by client": (tables_by_client, {"name": "csv", "by_client": True, "target": "kind"}),
+    "CSV by client": (tables_in_capitals, {"name": "csv", "by_client": True, "target": "kind"}),
 }
 
 

@@ -89,13 +89,18 @@ def _endings() -> dict[str, tuple[str, ...]]:
     return {name: endings for name, endings in found.items() if endings}
 
 
+def _one_sheet(source: Mapping[str, Any]) -> Path:
+    """Of the clients' tables, if each has its own, the first."""
+    path = expanded(source["path"], "--data")
+    if not source.get("by_client"):
+        return path
+    return min(entry for entry in path.iterdir() if entry.suffix.lower() == ".csv")
+
+
 def likely_target(source: Mapping[str, Any]) -> str:
     """The label column, by its name, or else the last one."""
-    path = expanded(source["path"], "--data")
     try:
-        if source.get("by_client"):
-            path = min(path.glob("*.csv"))
-        columns = list(read_sheet(path, source.get("separator", ",")).columns)
+        columns = list(read_sheet(_one_sheet(source), source.get("separator", ",")).columns)
     except PerfedError:  # what is wrong is said when the data is read
         return LIKELY_TARGETS[0]
     by_name = {column.lower(): column for column in columns}
@@ -105,11 +110,8 @@ def likely_target(source: Mapping[str, Any]) -> str:
 def names_of_rows(source: Mapping[str, Any]) -> list[str]:
     """Columns that name or date a row and say nothing of its label: a network would learn the rows
     by heart. Ids by their name, if all differ, and dates by how they look."""
-    path = expanded(source["path"], "--data")
     try:
-        if source.get("by_client"):
-            path = min(path.glob("*.csv"))
-        columns = read_sheet(path, source.get("separator", ",")).columns
+        columns = read_sheet(_one_sheet(source), source.get("separator", ",")).columns
     except PerfedError:  # what is wrong is said when the data is read
         return []
     return [
