@@ -157,8 +157,8 @@ def test_run_prints_a_table_and_last_the_directory(
     assert "device c" in told[0]
     assert any("round 3/3" in line and "accuracy" in line for line in told)
     assert perfed(monkeypatch, "run", config, "--out", directory) == 2
-    error = capsys.readouterr().err
-    assert f"exists already: choose another, or continue it: perfed run --resume {directory}" in error
+    advice = f"choose another, or continue it: perfed run --resume {directory}"
+    assert f"exists already: {advice}" in capsys.readouterr().err
 
 
 def test_json_is_all_there_is_on_stdout(
