@@ -109,7 +109,10 @@ def test_runs_do_not_touch_each_other(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("task", "reason"),
     [
-        (lambda h: replace(h, protocol=PROTOCOL + 1), "version 5 of the protocol, this side 4"),
+        (
+            lambda h: replace(h, protocol=PROTOCOL + 1),
+            f"version {PROTOCOL + 1} of the protocol, this side {PROTOCOL}",
+        ),
         (lambda h: replace(h, public="0" * 32), "the public set of the coordinator is 0000"),
         (lambda h: replace(h, run="trial-9"), "has not joined trial-9"),
         (lambda h: replace(h, run="../../etc"), "is no run's id"),

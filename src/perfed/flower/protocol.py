@@ -15,7 +15,7 @@ from perfed.core.errors import Refused as Refused
 from perfed.core.errors import one_line as one_line
 from perfed.core.message import Message
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Raised whenever the two sides would no longer understand each other."""
 
 JOIN, FIRST, ROUND, EVALUATE = "join", "first", "round", "evaluate"
