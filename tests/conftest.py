@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,11 @@ from tests.attacks import pytest_addoption, pytest_configure  # noqa: F401 - hoo
 # The processes of pytest-xdist and those that tests start inherit it, and do not try again.
 if ISA not in os.environ and bf16_crashes_here():
     os.environ[ISA] = WITHOUT_TILES
+
+# Whoever starts the tests in the background may have them ignore Ctrl-C, and the programs that they
+# start would too.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A machine may be busy: how long an example takes says nothing about whether it is right.
 settings.register_profile("perfed", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -118,7 +118,7 @@ def test_costs_are_those_that_follow_from_the_definitions() -> None:
         "local": (0, 0),
         "ds-fl": (10_000, 10_000),
         "perfed-ckt": (10_000, 3 * 10_000),
-        "perfed-kin": (10_000 + 12, 10_000 + 12),
+        "perfed-kin": (10_000 + 12, 10_000 + 12 + 10),
         "fd": (10 * 10 + 10, 10 * 10 + 10),
         "fedproto": (10 * 512 + 10, 10 * 512 + 10),
         "lg-fedavg": (head, head),
