@@ -6,9 +6,9 @@ what labels or pictures mean, and where they do not.
     python benchmarks/kin.py run digits 1/4 …     the first of four shards; the others elsewhere
     python benchmarks/kin.py gather digits        the record, from all that has been run
 
-Of some methods or settings only: methods=local+kin settings=IID+noise. On many cores: workers=14,
-each a process of its own. Nothing more is begun after some time: seconds=600. Runs and their
-records go to runs/, or elsewhere: out=FOLDER.
+Of some methods or settings only: methods=local+kin settings=IID+noise; then ``gather`` makes the
+record. On many cores: workers=14, each a process of its own. Nothing more is begun after some time:
+seconds=600. Runs and their records go to runs/, or elsewhere: out=FOLDER.
 
 A family is a set of data and one network for all, or three (``digits-three``). ``cifar`` and
 ``cifar-three`` are for a GPU: add device=cuda. Stopped, it goes on where it was. In ``digits-own``
@@ -350,7 +350,7 @@ def validation_accuracy(record: Record) -> float:
     return accuracy
 
 
-def methods(family: str, setting: str, seed: int) -> dict[str, dict[str, Any]]:
+def all_methods(family: str, setting: str, seed: int) -> dict[str, dict[str, Any]]:
     """By name. Those with a λ only where it has been tuned."""
     found: dict[str, dict[str, Any]] = {
         "local": {"name": "local", "participation": "selected"},
@@ -387,22 +387,36 @@ def methods(family: str, setting: str, seed: int) -> dict[str, dict[str, Any]]:
 
 
 def cells(
-    family: str, wanted: Sequence[str] = (), settings: Sequence[str] = ()
+    family: str, methods: Sequence[str] = (), settings: Sequence[str] = ()
 ) -> dict[str, Experiment]:
     """All of them, or those of some methods and settings."""
     return {
         run_name(setting, method, seed): experiment(family, setting, algorithm, seed)
         for seed in seeds(family)
         for setting in settings or SETTINGS
-        for method, algorithm in methods(family, setting, seed).items()
-        if not wanted or method in wanted
+        for method, algorithm in all_methods(family, setting, seed).items()
+        if not methods or method in methods
     }
+
+
+def refuse_unknown(family: str, narrowed: Mapping[str, Sequence[str]]) -> None:
+    """A name that does not exist would be nothing to run, and then an empty record."""
+    known = {
+        "methods": [name for of in SETTINGS for name in all_methods(family, of, seeds(family)[0])],
+        "settings": [*SETTINGS],
+    }
+    for key, names in narrowed.items():
+        for name in names:
+            if name not in known[key]:
+                there = "; ".join(dict.fromkeys(known[key]))
+                print(f"{key}={name}: there is no such name; there are {there}", file=sys.stderr)
+                sys.exit(2)
 
 
 def gathered(family: str, records: Mapping[str, Record]) -> dict[str, Any]:
     rows = []
     for setting in SETTINGS:
-        for method in methods(family, setting, seeds(family)[0]):
+        for method in all_methods(family, setting, seeds(family)[0]):
             row = _row(family, setting, method, records)
             if row["seeds"]:
                 rows.append({"setting": setting, "method": method} | row)
@@ -450,12 +464,13 @@ def main(action: str, family: str, *rest: str) -> None:
     shard = next((Shard.parse(part) for part in rest if "/" in part and "=" not in part), None)
     workers = int(options.pop("workers", 1))
     seconds = float(options.pop("seconds", "inf"))
-    chosen_cells = [list(filter(None, options.pop(key, "").split("+"))) for key in NARROWED]
+    narrowed = {key: options.pop(key).split("+") for key in NARROWED if key in options}
+    refuse_unknown(family, narrowed)
     out = Path(options.pop("out", ROOT / "runs"))
     how = Execution(**options)  # type: ignore[arg-type]
     tuning = "tune" in (action, *rest)  # and: gather digits tune
     folder = out / f"kin-{'tune-' if tuning else ''}{family}"
-    study = Study(folder, trials(family) if tuning else cells(family, *chosen_cells))
+    study = Study(folder, trials(family) if tuning else cells(family, **narrowed))
     if action != "gather" and workers > 1:
         one = [sys.executable, __file__, action, family, *rest, "workers=1"]
         parts = [[*one, f"{number}/{workers}"] for number in range(1, workers + 1)]
@@ -469,7 +484,7 @@ def main(action: str, family: str, *rest: str) -> None:
     if tuning and not study.missing():
         content = {"chosen": chosen(family, records), "tried": WEIGHTS}
         write("kin_tune", content, family, records)
-    if not tuning and (action == "gather" or not study.missing()):
+    if not tuning and (action == "gather" or not (narrowed or study.missing())):
         write("kin", gathered(family, records), family, records)
 
 
