@@ -134,7 +134,7 @@ def test_clients_by_column_and_by_file(tmp_path: Path) -> None:
         ("a,a,label\n1,2,x\n", {}, "column 1 is named 'a', like another"),
         ("a,,label\n1,2,x\n", {}, "column 2 has no name"),
         ("a,label\n1,x\n\nabc,x\n", {}, "line 4, column 'a': 'abc' is not a number; if the column"),
-        ("a,label\n1,x\n,x\n", {}, "line 3, column 'a' is empty: fill in a value, delete"),
+        ("a,label\n1,x\n,x\n", {}, "line 3, column 'a' is empty: fill in a value, or delete"),
         ("a,label\n1,x\n,x\n,x\n,x\n", {}, "line 3, column 'a' is empty, like 2 more of"),
         ("a,label\nu,x\n,x\n", {}, "line 3, column 'a' is empty"),
         ("a,label\n1,x\nnan,x\n", {}, "line 3, column 'a': 'nan' is not a number"),

@@ -356,8 +356,8 @@ def _empty(sheet: Sheet, name: str) -> DataError:
     others = cells.count("") - 1
     like = f", like {others:,} more of this column" if others else ""
     return DataError(
-        f"{sheet.cell(cells.index(''), name)} is empty{like}: fill in a value, delete the row, or "
-        "leave the column out, by 'ignore'"
+        f"{sheet.cell(cells.index(''), name)} is empty{like}: fill in a value, or delete the row; "
+        "to train without the column, list it under 'ignore'"
     )
 
 
