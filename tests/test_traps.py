@@ -21,6 +21,7 @@ from perfed.core.message import Message
 from perfed.core.notices import say_once
 from perfed.data import datasets
 from perfed.models import architectures, build_module
+from perfed.starter import names_of_rows
 from tests.cli.test_cli import perfed as command
 from tests.conftest import SEQUENTIAL, STACKED, played, simulate, tiny
 from tests.engines.clients import working_client
@@ -102,16 +103,26 @@ def test_init_says_that_it_guesses_and_leaves_ids_and_dates_out(
     random = np.random.default_rng(0)
     with (tmp_path / "people.csv").open("w") as file:
         writer = csv.writer(file)
-        writer.writerow(["patientId", "seen", "age", "height", "kind"])
+        writer.writerow(["patientId", "seen", "who", "age", "height", "kind"])
         for row in range(120):
             age, height = random.normal(50, 9), random.normal(170, 9)
-            writer.writerow([1000 + row, f"2025-03-{row % 28 + 1:02}", age, height, "ab"[row % 2]])
+            seen, who = f"2025-03-{row % 28 + 1:02}", f"P{row}"
+            writer.writerow([1000 + row, seen, who, age, height, "ab"[row % 2]])
     monkeypatch.chdir(tmp_path)
     assert command(monkeypatch, "init", "e.yaml", "--data", "people.csv", "-y", "-a", "local") == 0
     out = capsys.readouterr().out
     assert "label: column 'kind', a guess; --target names another" in out
-    assert "left out, as ids or dates: patientId, seen" in out
-    assert yaml.safe_load(Path("e.yaml").read_text())["data"]["ignore"] == ["patientId", "seen"]
+    assert "left out, as ids or dates: patientId, seen, who" in out
+    ignored = yaml.safe_load(Path("e.yaml").read_text())["data"]["ignore"]
+    assert ignored == ["patientId", "seen", "who"]
+
+
+def test_init_keeps_words_that_come_again_and_numbers_with_a_decimal_comma(tmp_path: Path) -> None:
+    rows = [f"{row},5;w{row // 2};P{row};{'ab'[row % 2]}" for row in range(60)]
+    table = tmp_path / "people.csv"
+    table.write_text("\n".join(["height;ward;who;kind", *rows]))
+    source = {"name": "csv", "path": str(table), "separator": ";", "target": "kind"}
+    assert names_of_rows(source) == ["who"]
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,13 @@ from perfed.core.schema import Options, plain
 from perfed.core.tensorfile import write_atomically
 from perfed.data import Samples, datasets
 from perfed.data.readers import class_folders
-from perfed.data.tables import likely_separator, read_sheet
+from perfed.data.tables import (
+    COMMA_NUMBER,
+    MANY_WORDS,
+    is_number,
+    likely_separator,
+    read_sheet,
+)
 from perfed.explain import described
 from perfed.runs.simulation import Simulation
 
@@ -109,7 +115,7 @@ def likely_target(source: Mapping[str, Any]) -> str:
 
 def names_of_rows(source: Mapping[str, Any]) -> list[str]:
     """Columns that name or date a row and say nothing of its label: a network would learn the rows
-    by heart. Ids by their name, if all differ, and dates by how they look."""
+    by heart. Ids by their name, or words, if all differ, and dates by how they look."""
     try:
         columns = read_sheet(_one_sheet(source), source.get("separator", ",")).columns
     except PerfedError:  # what is wrong is said when the data is read
@@ -122,8 +128,13 @@ def names_of_rows(source: Mapping[str, Any]) -> list[str]:
 
 
 def _is_id(name: str, cells: Sequence[str]) -> bool:
+    if len(set(cells)) < len(cells):
+        return False
     words = re.split(r"[\W_]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower())
-    return words[-1] in IDS and len(set(cells)) == len(cells)
+    return words[-1] in IDS or (
+        len(cells) > MANY_WORDS
+        and not any(is_number(cell) or COMMA_NUMBER.fullmatch(cell) for cell in cells)
+    )
 
 
 def several(text: str) -> list[str]:

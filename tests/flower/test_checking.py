@@ -70,6 +70,25 @@ def test_all_faults_at_once(tmp_path: Path) -> None:
     assert len(check_site(file).lines) == 3
 
 
+def test_words_of_a_table_may_be_others_elsewhere(tmp_path: Path) -> None:
+    folder = write_federation(tmp_path / "f")
+    rows = [f"{row % 7},{'fm'[row % 2]},{row % 3}" for row in range(90)]
+    (folder / "own.csv").write_text("\n".join(["age,sex,label", *rows]))
+    file = folder / "site-0.yaml"
+    table = {"dataset": {"name": "csv", "path": "own.csv", "scale": "none"}}
+    np.save(folder / "public.npy", np.random.default_rng(0).integers(0, 2, (40, 3)) * 1.0)
+    public = {"file": "public.npy"}
+    values = yaml.safe_load(file.read_text()) | {"data": table, "public": public, "classes": 3}
+    file.write_text(yaml.safe_dump(values))
+    found = check_site(file)
+    assert found.faults == []
+    (said,) = [line for line in found.notices if "word" in line]
+    assert said.startswith("data: column 'sex' has a number for each word that occurs here (f, m):")
+    np.save(folder / "public.npy", np.zeros((40, 2)))
+    (fault,) = check_site(file).faults
+    assert fault == "public: public samples are 2, this site's own are 3 (age, sex=f, sex=m)"
+
+
 def test_data_and_public_set_are_both_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -174,6 +174,11 @@ def test_the_commands_are_shown_and_a_mistake_is_one_line(
         assert wrong.startswith("perfed: device 'cuda' cannot be used: ")
     code, _, wrong = perfed("site", "check", "nowhere.yaml")
     assert (code, wrong) == (2, "perfed: no such file: nowhere.yaml\n")
+    code, _, wrong = perfed("site", "check", "trial")
+    assert (code, wrong) == (2, "perfed: trial is a folder: name the .yaml file in it\n")
+    code, _, wrong = perfed("site", "check", "trial/kits/site-0.tar.gz")
+    assert (code, wrong.count("\n")) == (2, 1)
+    assert "site-0.tar.gz is a kit: 'perfed site start' unpacks it" in wrong
     code, _, wrong = perfed("federation", "gate", "--certificates", "nowhere")
     assert (code, wrong) == (2, "perfed: --certificates: no ca.crt in nowhere\n")
 

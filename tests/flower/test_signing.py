@@ -13,6 +13,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import yaml
 from flwr.supercore.fab import Fab
@@ -191,12 +192,24 @@ def test_init_with_tls_sets_up_whom_its_sites_trust(
         assert (code, wrong.count("\n")) == (2, 1)
 
 
+def test_a_superlink_that_does_not_run_is_told_with_what_starts_it(
+    app: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nobody(_: object) -> None:
+        raise click.ClickException("Connection to the SuperLink is unavailable. Please check it.")
+
+    monkeypatch.setattr("flwr.cli.utils.init_http_client_from_connection", nobody)
+    monkeypatch.setattr("flwr.cli.flower_config.read_superlink_connection", lambda _: None)
+    with pytest.raises(PerfedError, match="'perfed federation serve' must run here"):
+        start(app.parent / "app", tmp_path / "superlink.db")
+
+
 def test_what_cannot_be_started_is_one_line(app: Path, tmp_path: Path) -> None:
     with pytest.raises(PerfedError, match="nobody has signed"):
         start(app, tmp_path / "superlink.db")
     write_signing_key(tmp_path / "signer")
     sign(app, tmp_path / "signer")
-    with pytest.raises(PerfedError, match="start the superlink with '--database"):
+    with pytest.raises(PerfedError, match="'perfed federation serve' first"):
         start(app, tmp_path / "superlink.db")
     for text in ("[]", "{"):
         app.with_name("app.signatures.json").write_text(text)

@@ -216,7 +216,7 @@ class Csv(Places):
         for sheet in sheets:
             cells = sheet.column(name, "path")
             if "" in cells:
-                raise DataError(f"{sheet.cell(cells.index(''), name)} is empty")
+                raise _empty(sheet, name)
             words.update(cells)
         has_commas = self.separator != "," and all(map(COMMA_NUMBER.fullmatch, words))
         if has_commas and name not in self.categories:
@@ -344,10 +344,20 @@ def numbers(sheet: Sheet, name: str) -> np.ndarray:
     if bad is None:
         return _in_range(sheet, name, np.array([float(cell) for cell in cells]))
     if not cells[bad]:
-        raise DataError(f"{sheet.cell(bad, name)} is empty")
+        raise _empty(sheet, name)
     raise DataError(
         f"{sheet.cell(bad, name)}: {cells[bad]!r} is not a number; "
         "if the column holds categories, list it under 'categories'"
+    )
+
+
+def _empty(sheet: Sheet, name: str) -> DataError:
+    cells = sheet.columns[name]
+    others = cells.count("") - 1
+    like = f", like {others:,} more of this column" if others else ""
+    return DataError(
+        f"{sheet.cell(cells.index(''), name)} is empty{like}: fill in a value, or delete the row; "
+        "to train without the column, list it under 'ignore'"
     )
 
 

@@ -59,6 +59,8 @@ def check_site(path: Path, plan: Path | None = None) -> Findings:
         if fault := label_fault(y, options.classes):
             found.faults.append(f"classes: {fault}")
         _compare(found, read, public)
+        if options.data.partition is None:  # or else all sites have the same table
+            found.notices += _words(read)
         found.notices += _few(y, split, options)
     if values is not None:
         samples = 0 if held is None else len(held[2].train)
@@ -74,9 +76,28 @@ def _compare(found: Findings, own: Read, public: Read | None) -> None:
         return
     if own.x.shape[1:] != public.x.shape[1:]:
         theirs, ours = shape_text(public.x.shape[1:]), shape_text(own.x.shape[1:])
-        found.faults.append(f"public: public samples are {theirs}, this site's own are {ours}")
+        columns = ", ".join(own.origin.get("columns", ()))
+        found.faults.append(
+            f"public: public samples are {theirs}, this site's own are {ours}"
+            + (f" ({columns})" if columns else "")
+        )
     else:
         found.notices += oddities(own.x, public.x)
+
+
+def _words(own: Read) -> Iterator[str]:
+    """A table has a number for each word that occurs in a column: here, that is."""
+    words: dict[str, list[str]] = {}
+    for title in own.origin.get("columns", ()):
+        column, is_word, word = title.partition("=")
+        if is_word:
+            words.setdefault(column, []).append(word)
+    for column, known in words.items():
+        few = ", ".join(known[:5]) + (", …" if len(known) > 5 else "")
+        yield (
+            f"data: column '{column}' has a number for each word that occurs here ({few}): write "
+            "numbers in the file, or every site and the public set must have just these words"
+        )
 
 
 def _few(y: np.ndarray, split: ClientSplit, options: SiteOptions) -> Iterator[str]:

@@ -234,7 +234,7 @@ def check_gate(folder: Path, host: str, port: int) -> str:
     if _listens(here := _seen_from_here(host, port)):
         raise ConfigError(
             f"something listens at {here} already: stop it, or choose another port and pack the "
-            "kits anew ('perfed federation kits --address')",
+            "kits anew ('perfed federation kits --address HOST:PORT')",
             "--port",
         )
     return host

@@ -384,8 +384,12 @@ def read_site(path: Path) -> SiteOptions:
 
 
 def _read(cls: type[O], path: Path) -> O:
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder: name the .yaml file in it")
     if not path.is_file():
         raise ConfigError(f"no such file: {path}")
+    if path.name.endswith(".tar.gz"):
+        raise ConfigError(f"{path} is a kit: 'perfed site start' unpacks it; name the site.yaml")
     values = read_mapping(path)
     with chdir(path.parent):
         try:

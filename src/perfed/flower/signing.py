@@ -164,7 +164,13 @@ def start(app: Path, database: Path, show: bool = True) -> int:
         finally:
             client.close()
     except click.ClickException as error:
-        raise RunError(error.format_message()) from None
+        raise RunError(_with_a_way_out(error.format_message())) from None
+
+
+def _with_a_way_out(said: str) -> str:
+    if "SuperLink is unavailable" not in said:
+        return said
+    return f"{said.rstrip('.')}. 'perfed federation serve' must run here"
 
 
 def _store_signed(app: Path, content: bytes, app_id: str, database: Path) -> str:
@@ -172,7 +178,10 @@ def _store_signed(app: Path, content: bytes, app_id: str, database: Path) -> str
     if not signatures:
         raise RunError(f"nobody has signed {app}: 'perfed site sign {app} --key KEY' does")
     if not database.is_file():
-        raise RunError(f"no {database}: start the superlink with '--database {database}' first")
+        raise RunError(
+            f"no {database}: 'perfed federation serve' first (or Flower's own superlink, with "
+            f"'--database {database}')"
+        )
     return _store(content, signatures, app_id, database)
 
 
