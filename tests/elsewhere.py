@@ -10,15 +10,18 @@ in Python. That cannot be undone, so whoever does so needs a process of its own:
 
     python tests/elsewhere.py '[["a name", "stacked", {"algorithm": "fedavg"}], …]'
 
-runs each of these experiments here and there, and prints what came out as JSON.
+runs each of these experiments here and there, and prints what came out as JSON. In the place of an
+engine there may be "sites": these have the device, and their coordinator has none.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -165,6 +168,24 @@ def losses(change: Mapping[str, Any], engine: str, device: str) -> list[float]:
     return [kind["last"]["test_loss"] for kind in result.summary["models"].values()]
 
 
+def losses_at_sites(change: Mapping[str, Any], device: str) -> list[float]:
+    """The same of a federation."""
+    from perfed.flower.coordinator import coordinate
+    from tests.flower.setting import desk, write_federation
+
+    with tempfile.TemporaryDirectory() as parent:
+        folder = write_federation(Path(parent, "federation"), rounds=2, **change)
+        for site in folder.glob("site-*.yaml"):
+            site.write_text(site.read_text().replace("device: cpu", f"device: {device}"))
+
+        def told(line: str) -> None:
+            if "left out" in line:  # it would be asked again and again
+                raise RuntimeError(line)
+
+        result = coordinate(folder / "coordinator.yaml", desk(folder), told)
+        return [kind["last"]["test_loss"] for kind in result.summary["models"].values()]
+
+
 SMALL: dict[str, Any] = {
     "rounds": 2,
     "evaluate_every": 2,
@@ -181,12 +202,16 @@ def main(cases: Sequence[tuple[str, str, Mapping[str, Any]]]) -> None:
     found: dict[str, Any] = {}
     for name, engine, change in cases:
         try:
-            found[name] = [losses(change, engine, device) for device in ("cpu", NAME)]
+            if engine == "sites":
+                found[name] = [losses_at_sites(change, device) for device in ("cpu", NAME)]
+            else:
+                found[name] = [losses(change, engine, device) for device in ("cpu", NAME)]
         except Exception:
             found[name] = traceback.format_exc()
     print(json.dumps(found))
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))  # of the tests' own modules
     kept = set_up()
     main(json.loads(sys.argv[1]))

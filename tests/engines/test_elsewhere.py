@@ -105,6 +105,22 @@ def test_pictures_tokens_and_ways_to_train(tmp_path: Path) -> None:
     assert compared(cases) == {}
 
 
+def test_sites() -> None:
+    """What comes over the network is on the CPU: a site with a GPU could not train with it."""
+    pytest.importorskip("flwr", reason="Flower is not installed: pip install 'perfed[flower]'")
+    wire = {"wire": ["history", {"name": "probability-bits", "bits": 4}, "cached", "deflate"]}
+    same = {"models": [{"name": "mlp", "hidden": [8]}] * 3}
+    changes = {
+        "kin": KIN,
+        "kin, in few bits": KIN | wire,
+        "ckt": {},
+        "scaffold": {"algorithm": "scaffold"} | same,
+        "hypcluster": {"algorithm": "hypcluster"} | same,
+    }
+    cases = [(name, "sites", change) for name, change in changes.items()]
+    assert compared(cases) == {}
+
+
 def test_a_tensor_on_the_wrong_device_is_found(tmp_path: Path) -> None:
     """What the tests above rest on: a method that forgets to move what it makes."""
     method = tmp_path / "careless.py"

@@ -8,7 +8,7 @@ import perfed
 from perfed.algorithms.local import Local
 from perfed.core.algorithm import Client, weighted_average
 from perfed.core.declaration import SAMPLES, Messages
-from perfed.core.errors import ConfigError, PerfedError
+from perfed.core.errors import ConfigError, Diverged, PerfedError
 from perfed.core.message import Message
 from tests.conftest import SEQUENTIAL, STACKED, tiny
 
@@ -69,6 +69,8 @@ class Own(Algorithm):
     def merge(self, server, state, replies):
         if self.how == "merged":
             return [1]
+        if self.how == "diverged":
+            return {"share": torch.tensor(float("nan"))}
         for reply in replies[:1]:
             weighted_average([reply.message["model"]], [float(reply.message["samples"])])
         return state
@@ -79,6 +81,8 @@ class Own(Algorithm):
     def describe(self, before, state):
         if self.how == "describe":
             return {"share": 1 / 0}
+        if self.how == "diverged":
+            return {"share": float(state["share"])}
         return {"share": torch.ones(()) if self.how == "tensor" else 1.0}
 """
 
@@ -139,9 +143,9 @@ def test_engines_agree_on_malformed_weights(file: Path) -> None:
         ("dict", "own.py, line 21: client_round of 'Own' returned dict: must be a Message"),
         ("raise", "own.py, line 42: client_round of 'Own' raised ValueError: a mistake of two li"),
         ("state", "own.py, line 44: client.state: 'note' is a str: must be a tensor"),
-        ("empty", "own.py, line 59: merge of 'Own' raised KeyError: 'model'; it must return a st"),
-        ("negative", "own.py, line 59: weighted_average by amounts -5: each must be at least 0"),
-        ("zero", "own.py, line 59: weighted_average by amounts 0: each must be at least 0"),
+        ("empty", "own.py, line 61: merge of 'Own' raised KeyError: 'model'; it must return a st"),
+        ("negative", "own.py, line 61: weighted_average by amounts -5: each must be at least 0"),
+        ("zero", "own.py, line 61: weighted_average by amounts 0: each must be at least 0"),
         ("merged", "merge of 'Own' returned list: must be a state"),
         ("models", "models of 'Own' returned NoneType: must be models by kind"),
     ],
@@ -160,6 +164,13 @@ def test_a_broken_contract_is_one_line(file: Path, how: str, message: str) -> No
 )
 def test_what_cannot_be_written_down_is_one_line(file: Path, how: str, message: str) -> None:
     assert message in refusal(file, how, STACKED)
+
+
+def test_a_server_that_diverges_is_told_before_it_describes_itself(file: Path) -> None:
+    """A comparison goes on with its other methods then; it ended with a mistake in 'describe'."""
+    algorithm = {"name": f"{file}:Own", "how": "diverged"}
+    with pytest.raises(Diverged, match="round 0: 'share' of the server is not finite"):
+        perfed.run(tiny(algorithm=algorithm), file.parent / "run", how=SEQUENTIAL)
 
 
 def test_a_mistake_in_what_is_said_under_privacy_is_one_line(tmp_path: Path) -> None:

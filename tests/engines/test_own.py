@@ -147,3 +147,30 @@ def test_lazy_layers_that_have_seen_no_data_are_refused_in_one_line() -> None:
     played(1, algorithm="local", models={"architectures": [Lazy]})
     with pytest.raises(ConfigError, match="cannot take samples of shape 1×8×8"):
         played(1, algorithm="local", models={"architectures": [Lazy()]})
+
+
+class Loudest(torch.nn.Module):
+    """Divides by the largest number that it has seen in training, so far none."""
+
+    peak: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.leave = torch.nn.Linear(64, 10)
+        self.register_buffer("peak", torch.tensor(-torch.inf))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.peak.copy_(torch.maximum(self.peak, x.detach().max()))
+        logits: torch.Tensor = self.leave(x.flatten(1) / self.peak)
+        return logits
+
+
+@pytest.mark.parametrize("engine", ["sequential", "stacked"])
+def test_a_buffer_that_begins_at_infinity_is_each_clients_own(engine: str, tmp_path: Path) -> None:
+    """It was taken for a mask: all clients moved the same one, and no model in a file had it."""
+    how = perfed.Execution(device="cpu", engine=engine)
+    experiment = tiny(algorithm="local", models={"architectures": [Loudest()]})
+    run = perfed.run(experiment, tmp_path / "run", how=how)
+    models = [run.model(client) for client in range(experiment.clients)]
+    assert all(torch.isfinite(dict(model.named_buffers())["peak"]) for model in models)

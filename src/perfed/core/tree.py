@@ -56,9 +56,14 @@ class Weights(NamedTuple):
 
 
 def moved_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """The buffers that are a part of a client's model. One with an infinite number is none: it is a
-    constant of the network, such as an attention mask, and stays in it."""
-    return {name: b for name, b in module.named_buffers() if not bool(torch.isinf(b).any())}
+    """The buffers that are a part of a client's model. One with some infinite numbers is none: it
+    is a constant of the network, such as an attention mask, and stays in it. One with no others
+    begins so, such as a running maximum."""
+    return {name: b for name, b in module.named_buffers() if not _is_mask(torch.isinf(b))}
+
+
+def _is_mask(infinite: Tensor) -> bool:
+    return bool(infinite.any() and not infinite.all())
 
 
 def identity(tensor: Tensor) -> Hashable:

@@ -9,7 +9,6 @@ out is asked to join again, and is selected again once it has answered that. Wit
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 import uuid
 from collections import Counter
@@ -29,7 +28,7 @@ from perfed.core.message import Message
 from perfed.core.own_code import running
 from perfed.core.selection import select_clients
 from perfed.core.tensorfile import write_atomically
-from perfed.core.tree import Tree, flatten
+from perfed.core.tree import Tree
 from perfed.engines import ClientRecord
 from perfed.engines.population import check_one_head, check_one_width
 from perfed.flower.conduct import Conduct
@@ -72,7 +71,6 @@ from perfed.runs.coordinator import (
     Coordinator,
     RoundReport,
     Steps,
-    check_finite,
     difference,
     drive,
     summaries,
@@ -399,16 +397,10 @@ class FederatedRun(Coordinator):
 
     def merge(self, round: int, replies: Mapping[int, Message]) -> None:
         self._heard = {}
-        super().merge(round, replies)
         try:
-            check_finite(round, {"the server": [*flatten(self.progress.state).items()]})
+            super().merge(round, replies)
         except Diverged as error:
             raise Diverged(f"{error}; {self._way_back()}") from None
-        try:
-            json.dumps(self._described, allow_nan=False)  # as the round's line will have it
-        except (TypeError, ValueError) as error:
-            name = self.algorithm.registered_name
-            raise RunError(f"round {round}: what '{name}' describes is no JSON: {error}") from None
 
     def _describe(self, before: Tree, state: Tree, replies: Sequence[Reply]) -> None:
         super()._describe(before, state, replies)

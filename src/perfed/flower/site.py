@@ -402,7 +402,7 @@ class Site:
         first = header.kind == FIRST
         method: Method = "first_message" if first else "client_round"
         with cpu_threads(fitting_threads(population)):
-            call = population.call(method, {client: task.message}, header.round)
+            call = population.call(method, {client: self._here(task.message)}, header.round)
             outcome: Outcome = population.engine.perform([call])[0][client]
             alone = before.alone
             if self.options.alone and not first:
@@ -459,6 +459,7 @@ class Site:
         """Accuracy and loss by model kind, and the model one would use."""
         client = self.options.client
         with cpu_threads(fitting_threads(population)):
+            message = self._here(message)
             columns = population.evaluate({client: message}, round)
             models = population.models(client, message, round)
         numbers = {
@@ -570,6 +571,12 @@ class Site:
         ]
 
     # Shared.
+
+    def _here(self, message: Message) -> Message:
+        """What came over the network, on this site's device, as messages are in a simulation.
+        Numbers may meet tensors of any device."""
+        arrays = message.arrays.items()
+        return Message.from_arrays({n: t.to(self.device) if t.dim() else t for n, t in arrays})
 
     def _check(self, task: Envelope) -> None:
         check_same_protocol(task.header, "the coordinator")

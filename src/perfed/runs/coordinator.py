@@ -416,6 +416,7 @@ class Coordinator(ABC):
             state = self.algorithm.merge(server, before, gathered)
         self.progress.state = self._checked_state("merge", state)
         self.progress.link = link
+        check_finite(round, {"the server": [*flatten(state).items()]})  # else it describes nothing
         self._describe(before, state, gathered)
 
     def _describe(self, before: Tree, state: Tree, replies: Sequence[Reply]) -> None:

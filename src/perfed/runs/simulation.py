@@ -28,7 +28,6 @@ from perfed.core.pixels import numbers
 from perfed.core.schema import plain, to_mapping
 from perfed.core.selection import select_clients
 from perfed.core.threads import WRITERS, cpu_threads, in_threads
-from perfed.core.tree import flatten
 from perfed.data.needs import needs_of
 from perfed.engines import ClientRecord, ClientStore, Engine, Execution, Outcome, Population
 from perfed.engines.base import STEPS
@@ -249,9 +248,9 @@ class Simulation(Coordinator):
                 received = {client: messages[client] for client in clients}
                 (outcomes,) = yield [self.population.call("client_round", received, round)]
         with self._timed("merge"):
-            self.merge(round, self._admitted(round, self._sent(round, outcomes), channel))
-        self._warn_of_refusals(round)
-        check_finite(round, {"the server": [*flatten(self.progress.state).items()]})
+            admitted = self._admitted(round, self._sent(round, outcomes), channel)
+            self._warn_of_refusals(round)
+            self.merge(round, admitted)
         if outcomes:
             self.engine.commit(self.population)
         self.changed.update(client for client, outcome in outcomes.items() if outcome.changed)
