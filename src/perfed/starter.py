@@ -36,7 +36,7 @@ from perfed.explain import described
 from perfed.runs.simulation import Simulation
 
 DATA_QUESTION = "Where is the data? (a folder of images by class, .csv, .npz, file.py:Dataset)"
-ALGORITHMS = "local, perfed-ckt, perfed-kin"
+ALGORITHMS = "majority, local, perfed-ckt, perfed-kin"
 HUB = "hub:"
 SMALL, LARGE = 32, 64  # images larger than the one are made as small as the other
 PUBLIC_SHARE, MOST_PUBLIC = 0.2, 1000
