@@ -1,4 +1,4 @@
-"""What docs/successor.md shows of benchmarks/kin.py's results."""
+"""What docs/successor.md and docs/kin-parts.md show of benchmarks/kin.py's results."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import matplotlib as mpl
 import numpy as np
 from committed import machine, result
+from drawn import COLOUR_OF
+from matplotlib.figure import Figure
 
 from perfed.core import layout
 from perfed.core.layout import Table
+from perfed.report.theme import RC
 from perfed.runs.tables import HARM, quantity
 
 FAMILIES = {
@@ -58,6 +62,14 @@ GATES = {
     "training 40": "**training samples count 40**",
     "training 80": "training samples count 80",
 }
+DRAWN = {
+    "fedavg-ft": ("FedAvg-FT (weights)", "s", "#6a6a6a"),
+    "ditto": ("Ditto (weights)", "D", COLOUR_OF["ditto"]),
+    "hypcluster c=3": ("HypCluster, c=3 (weights)", "^", COLOUR_OF["hypcluster"]),
+    "c=3": ("PerFed-CKT, c=3", "v", COLOUR_OF["perfed-ckt"]),
+    "kin": ("PerFed-Kin", "o", COLOUR_OF["perfed-kin"]),
+}
+"""Title, marker and colour; the last one lies above the others."""
 MINORITY = ("kin", "oracle", *(name for name in OTHERS if name != "fedavg"))
 DRAWS = 2000
 
@@ -128,6 +140,31 @@ def comparison(family: str) -> str:
     sent += [_bytes_a_round(rows, name) for name in shown]
     header = ("", "local", "PerFed-Kin", "95 %", *(OTHERS[name] for name in shown))
     return layout.markdown([Table("", header, [*lines, sent], _note(family, record))])
+
+
+def gain_and_harm(family: str) -> Figure:
+    """In every setting: how much clients gain, and how many are harmed."""
+    record, rows = _found(family)
+    settings = [setting for setting in record["settings"] if (setting, "kin") in rows]
+    places = range(len(settings), 0, -1)  # the first at the top
+    with mpl.rc_context(RC):
+        drawing = Figure(figsize=(9, 0.34 * len(settings) + 1.4), layout="constrained")
+        axes = drawing.subplots(1, 2, sharey=True)
+        for method, (title, marker, colour) in DRAWN.items():
+            by_setting = [gains(rows[setting, method]) for setting in settings]
+            means = [statistics.mean(map(statistics.mean, by_seed)) for by_seed in by_setting]
+            size = 9 if method == "kin" else 6
+            look = {"ls": "", "marker": marker, "ms": size, "color": colour, "label": title}
+            for axis, values in zip(axes, (means, map(_harmed, by_setting)), strict=True):
+                axis.plot([*values], places, **look, clip_on=False, zorder=3)
+        for axis in axes:
+            axis.axvline(0, color="#6a6a6a", linewidth=0.8)
+            axis.grid(axis="x", visible=False)
+        axes[0].set_yticks(places, settings)
+        axes[0].set_xlabel("points above local training")
+        axes[1].set_xlabel(f"clients that lose more than {HARM:g} points, %")
+        drawing.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
+    return drawing
 
 
 def _bytes_a_round(rows: dict[tuple[str, str], dict[str, Any]], method: str) -> str:
@@ -264,4 +301,8 @@ BLOCKS = {
     "kin-ablation-three": lambda: side_by_side("digits-three", ABLATED_WITH_THREE),
     "kin-cifar": lambda: comparison("cifar"),
     "kin-minority-cifar": lambda: minority("cifar"),
+}
+FIGURES = {
+    "kin-digits": lambda: gain_and_harm("digits"),
+    "kin-digits-three": lambda: gain_and_harm("digits-three"),
 }

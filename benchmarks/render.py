@@ -21,6 +21,7 @@ from guide_blocks import BLOCKS as GUIDE_BLOCKS
 from hostile_blocks import BLOCKS as HOSTILE_BLOCKS
 from hostile_blocks import FIGURES as HOSTILE_FIGURES
 from kin_blocks import BLOCKS as KIN_BLOCKS
+from kin_blocks import FIGURES as KIN_FIGURES
 from paper_blocks import BLOCKS as PAPER_BLOCKS
 from paper_blocks import FIGURES as PAPER_FIGURES
 from peers_blocks import BLOCKS as PEERS_BLOCKS
@@ -46,6 +47,7 @@ DOCUMENTS = (
     "docs/choosing.md",
     "docs/options.md",
     "docs/successor.md",
+    "docs/kin-parts.md",
     "docs/benchmark.md",
     "docs/one-table.md",
     "docs/security.md",
@@ -517,7 +519,13 @@ BLOCKS = {
     "federation-pace": federation_pace,
     "restarted-site": restarted_site,
 }
-EVERY_FIGURE = {**PAPER_FIGURES, **BYTES_FIGURES, **HOSTILE_FIGURES, **PRIVACY_FIGURES}
+EVERY_FIGURE = {
+    **PAPER_FIGURES,
+    **BYTES_FIGURES,
+    **HOSTILE_FIGURES,
+    **PRIVACY_FIGURES,
+    **KIN_FIGURES,
+}
 
 
 def rendered(text: str) -> str:
