@@ -30,6 +30,7 @@ from privacy_blocks import FIGURES as PRIVACY_FIGURES
 from screening_blocks import BLOCKS as SCREENING_BLOCKS
 from security_blocks import BLOCKS as SECURITY_BLOCKS
 from study_blocks import BLOCKS as STUDY_BLOCKS
+from study_blocks import FIGURES as STUDY_FIGURES
 from successor_blocks import BLOCKS as SUCCESSOR_BLOCKS
 from use_blocks import BLOCKS as USE_BLOCKS
 from versions_blocks import BLOCKS as VERSIONS_BLOCKS
@@ -525,6 +526,7 @@ EVERY_FIGURE = {
     **HOSTILE_FIGURES,
     **PRIVACY_FIGURES,
     **KIN_FIGURES,
+    **STUDY_FIGURES,
 }
 
 
