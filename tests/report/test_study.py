@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import csv
 import re
+import statistics
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 
 import pytest
+from matplotlib.colors import to_hex
 
 from perfed.core.method_numbers import method_numbers
 from perfed.report import theme
@@ -103,6 +105,26 @@ def test_a_method_has_one_colour_and_shape_in_every_table_and_figure(
     for name, number in numbers.items():
         marks = re.findall(rf'fill:var\(--colour-(\d)\)"/></svg>{re.escape(name)}<', html)
         assert marks == [str(number)] * 4  # two settings, and over all: ranks and accuracies
+
+
+def test_gains_of_all_settings_are_in_one_figure(drawn: tuple[StudyPage, Path]) -> None:
+    page, _ = drawn
+    chart = page.overview[0]
+    sections = page.outcome.sections
+    taught = {row.method for s in sections for row in s.rows if row.gain is not None} - {"majority"}
+    labels = [label.get_text() for label in chart.figure.axes[0].get_yticklabels()]
+    assert set(labels) == taught
+    means = [statistics.mean(s.row(name).gain for s in sections) for name in labels]
+    assert means == sorted(means, reverse=True)  # the most on top
+    for section, axes in zip(sections, chart.figure.axes, strict=True):
+        assert axes.get_title(loc="left") == section.name
+        dots = {round(-d.get_offsets()[0][1]): d for d in axes.collections}
+        for place, name in enumerate(labels):
+            row, dot = section.row(name), dots[place]
+            assert dot.get_offsets()[0][0] == pytest.approx(row.gain)
+            hollow = to_hex(dot.get_facecolor()[0]) == theme.PAPER
+            assert hollow == (row.harmed_percent > 5)
+            assert to_hex(dot.get_edgecolor()[0]) == theme.colour(row.number)
 
 
 def test_curves_are_drawn_where_there_is_more_than_one_evaluation(tmp_path: Path) -> None:

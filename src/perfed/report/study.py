@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -54,8 +55,8 @@ class StudyPage:
         import matplotlib as mpl
 
         with mpl.rc_context(theme.RC):
-            chart = _every_setting(self.outcome)
-            return [] if chart is None else [chart]
+            drawn = (_gains_in_every_setting(self.outcome), _every_setting(self.outcome))
+            return [chart for chart in drawn if chart is not None]
 
     @property
     def all_charts(self) -> list[Chart]:
@@ -169,6 +170,83 @@ def _origin(outcome: Outcome) -> str:
 
 
 MOST_PANELS = 8
+FEW_HARMED = 5.0  # percent of the clients
+
+
+def _gains_in_every_setting(outcome: Outcome) -> Chart | None:
+    """A row for each method, a panel for each setting: who gains where, at a glance."""
+    shown = {section.name: _taught(section) for section in outcome.sections if _taught(section)}
+    if not 1 < len(shown) <= MOST_PANELS:
+        return None
+    found: dict[str, list[Row]] = {}
+    for row in (row for rows in shown.values() for row in rows):
+        found.setdefault(row.method, []).append(row)
+    # Who has run in every setting comes first, and then who gains most.
+    methods = sorted(found, key=lambda m: (-len(found[m]), -_mean_gain(found[m])))
+    columns = 2 if len(shown) in (2, 4) else 3
+    lines = -(-len(shown) // columns)
+    height = 0.17 * len(methods) + 0.1
+    figure, panels = theme.canvas(
+        lines * (height + 0.5) + 0.4,
+        lines,
+        columns,
+        left=0.15 + 0.075 * max(len(_short(method)) for method in methods),
+        top=0.3,
+        sharex=True,
+        sharey=True,
+        squeeze=False,
+        gridspec_kw={"wspace": 0.08, "hspace": 0.5 / height},
+    )
+    chart = Chart("gains", "Gains in every setting", figure)
+    for (name, rows), axes in zip(shown.items(), panels.flat, strict=False):
+        axes.set_title(_short(name, 44 // columns))
+        axes.axvline(0, color=theme.MUTED, lw=1)
+        axes.tick_params(labelbottom=True)
+        for row in rows:
+            _gain_in_row(chart, axes, row, -methods.index(row.method))
+    for spare in panels.flat[len(shown) :]:
+        spare.set_visible(False)
+    panels[0, 0].set_yticks([-place for place in range(len(methods))], map(_short, methods))
+    panels[0, 0].set_ylim(0.6 - len(methods), 0.6)
+    figure.supxlabel("points above local", fontsize=theme.RC["axes.labelsize"])
+    chart.caption = (
+        "Of all methods that send something. Mean over all clients; bars: 95 % intervals. Methods "
+        "are in the order of their mean gain. "
+        f"Hollow: more than {FEW_HARMED:g} % of the clients end more than {HARM:g} points below "
+        "their local model."
+    )
+    if any(len(rows) < len(shown) for rows in found.values()):
+        chart.caption += " Below are those that have not run in every setting."
+    return chart
+
+
+def _taught(section: Section) -> list[Row]:
+    """Methods in which clients hear of others. Who only names its most frequent label is so far
+    below local training that others could not be told apart."""
+    rows = [row for row in section.rows if row.gain is not None]
+    return [row for row in rows if row.found.cell.method.algorithm.sends != "nothing"]
+
+
+def _gain_in_row(chart: Chart, axes: Axes, row: Row, height: int) -> None:
+    colour = theme.colour(row.number)
+    if row.interval:
+        axes.plot(row.interval, [height] * 2, color=colour, lw=1.2)
+    hollow = (row.harmed_percent or 0) > FEW_HARMED
+    axes.scatter(
+        [row.gain or 0],
+        [height],
+        s=24,
+        marker=theme.marker(row.number),
+        facecolor=theme.PAPER if hollow else colour,
+        edgecolor=colour,
+        gid=chart.tip([_gain_tip(row)]),
+        zorder=3,
+        clip_on=False,
+    )
+
+
+def _mean_gain(rows: Sequence[Row]) -> float:
+    return statistics.mean(row.gain or 0 for row in rows)
 
 
 def _every_setting(outcome: Outcome) -> Chart | None:
