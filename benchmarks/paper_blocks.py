@@ -684,6 +684,7 @@ BLOCKS = {
     "table2-paper": lambda: table(table2_run()),
     "tuning-cifar": tuning_cifar,
     "when-partition": lambda: when("digits", lambda row: row["weight"] == 1 and not row["change"]),
+    "when-cifar": lambda: when("cifar", lambda row: True),
     "when-weight": when_weight,
     "when-change": lambda: when("digits", lambda row: bool(row["change"])),
 }
