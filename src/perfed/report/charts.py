@@ -14,7 +14,7 @@ import numpy as np
 
 from perfed.report import theme
 from perfed.report.clusters import Membership, letter, membership
-from perfed.report.gather import Run, Series, alone, first_of_each, same_data
+from perfed.report.gather import Run, Series, alone, clients_word, first_of_each, same_data
 from perfed.runs.tables import HARM, quantity
 
 if TYPE_CHECKING:
@@ -102,7 +102,10 @@ def accuracy_by_round(curves: Sequence[Series]) -> Chart | None:
     how = f"{'ends' if _over(curves) else 'is'} {highest}at"
     said = [f"{ranked[0].label} {how} {_end(ranked[0])}"]
     said += [f"{curve.label} at {_end(curve)}" for curve in ranked[1:5]]
-    chart.caption = f"Test accuracy, mean over all clients, after each round. {listed(said)}."
+    whose = clients_word(run for curve in curves for run in curve.runs)
+    chart.caption = f"Test accuracy, mean over all {whose}, after each round. {listed(said)}."
+    if highest and (more := len(ranked) - 5) > 0:
+        chart.caption += f" {more} more {'is' if more == 1 else 'are'} lower."
     if not same_data(curves):
         chart.caption += " Not all are on the same data, so none is called the highest."
     for curve in curves:

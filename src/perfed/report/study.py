@@ -209,10 +209,15 @@ def _every_setting(outcome: Outcome) -> Chart | None:
             look = {"color": theme.colour(row.number), "ls": theme.style(row.number)}
             first.plot([], [], **look, label=row.method)
     theme.legend(figure, first, _columns(rows))
-    chart.caption = "Mean over all clients. Each panel has its own data, and its own scale."
+    chart.caption = f"{_mean_of(sections)} Each panel has its own data, and its own scale."
     if len(outcome.design.seeds) > 1:
         chart.caption += " Bands: ± one standard deviation over seeds."
     return chart
+
+
+def _mean_of(sections: Sequence[Section]) -> str:
+    lied = any(section.hostile_words() for section in sections)
+    return f"Mean over all{' honest' * lied} clients."
 
 
 def _short(name: str, most: int = 26) -> str:
@@ -304,7 +309,7 @@ def _accuracy_by_round(section: Section, number: int) -> Chart | None:
     axes.set(xlabel="communication round", ylabel="mean test accuracy (%)")
     whole_rounds(axes)
     theme.legend(chart.figure, axes, _columns(section.rows))
-    chart.caption = "Mean over all clients."
+    chart.caption = _mean_of([section])
     if any(len(row.seeds) > 1 for row in section.rows):
         chart.caption += " Bands: ± one standard deviation over seeds."
     return chart

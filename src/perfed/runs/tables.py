@@ -11,7 +11,7 @@ from perfed.core.algorithm import Algorithm
 from perfed.core.layout import Table
 from perfed.runs.result import Result, headline_kind
 from perfed.runs.significance import ALPHA, FEW, against_first, described, enough, pairs_of
-from perfed.runs.study import Gains, Record, client_gains, record_of
+from perfed.runs.study import Gains, Record, client_gains, honest_accuracies, record_of
 
 HEADER = (
     "algorithm",
@@ -186,10 +186,8 @@ def standing(runs: Sequence[Result]) -> Standing | None:
 
 
 def _last_accuracies(record: Record) -> list[float]:
-    """Of every client, of the model that it would use."""
-    kind = headline_kind(record["summary"]["models"])
-    values: list[float] = record["clients"]["test_accuracy"][kind]
-    return values
+    """Of every honest client, of the model that it would use."""
+    return honest_accuracies(record, headline_kind(record["summary"]["models"]))
 
 
 HARM = 2.0  # points
