@@ -431,11 +431,16 @@ def centroid_similarity(run: Run, number: int) -> Chart | None:
     (a, b), (c, d) = _extremes(table)
     chart.caption = (
         "Overlap: the share of probability that two centroids give to the same classes, as a mean "
-        "over the public set. 1: they teach the same. 0: they agree on nothing. After "
-        f"round {max(found.overlaps) + 1} the least alike are {names[a]} and {names[b]} "
+        "over the public set. 1: they teach the same. 0: they agree on nothing."
+    )
+    began = f"began at {middle[0]:.2f} and is now {middle[-1]:.2f}"
+    if len(names) == 2:  # one pair, which is both the least and the most alike
+        chart.caption += f" That of {names[a]} and {names[b]} {began}."
+        return chart
+    chart.caption += (
+        f" After round {max(found.overlaps) + 1} the least alike are {names[a]} and {names[b]} "
         f"({table[a, b]:.2f}), the most alike {names[c]} and {names[d]} ({table[c, d]:.2f}). "
-        "Right: mean, smallest and largest overlap of all pairs. The mean began at "
-        f"{middle[0]:.2f} and is now {middle[-1]:.2f}."
+        f"Right: mean, smallest and largest overlap of all pairs. The mean {began}."
     )
     return chart
 
@@ -898,4 +903,4 @@ def _highest_and_lowest(
     texts = [text for _, text in (sorted(words, key=lambda w: -w[0]) if ranked else words)]
     if len(texts) > NAMED:
         texts = [*texts[: NAMED // 2], "…", *texts[-NAMED // 2 :]]
-    return separator.join(texts)
+    return separator.join(texts).replace("….", "…")

@@ -293,7 +293,8 @@ def _gain_against_harm(section: Section, number: int) -> Chart | None:
     most = max(rows, key=lambda row: row.gain or 0)
     chart.caption = (
         "Further up is better, further left harms fewer clients. Bars: 95 % intervals. "
-        f"The largest mean gain is that of {most.method}: {_signed(most.gain or 0)} points, with "
+        f"{'The largest mean gain is' if (most.gain or 0) > 0 else 'No mean is a gain. Highest is'}"
+        f" that of {most.method}: {_signed(most.gain or 0)} points, with "
         f"{most.harmed_percent:.0f} % of the clients harmed."
     )
     if unharmed:

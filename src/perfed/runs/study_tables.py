@@ -436,7 +436,7 @@ def _cells(section: Section, row: Row) -> list[str]:
         f"{numbers['worst_tenth']:.1f}",
         f"{numbers['calibration_error']:.1f}",
         quantity(row.bytes_per_round, "B"),
-        f"{row.seconds_per_round:.2g}",
+        _seconds(row.seconds_per_round),
     ]
 
 
@@ -547,6 +547,11 @@ def _seeds_text(seeds: Sequence[int]) -> str:
 
 def _points(value: float) -> str:
     return f"{value:+.1f}"
+
+
+def _seconds(value: float) -> str:
+    """Two digits, also where the second is 0; of hundreds all."""
+    return f"{value:.0f}" if value >= 100 else f"{value:#.2g}".rstrip(".")
 
 
 def _p(value: float | None) -> str:

@@ -195,7 +195,7 @@ SMALL = 10  # training samples
 AGAINST_LOCAL = ("algorithm", "above local", f"n < {SMALL}", "gain %", "lose %")
 AGAINST_LOCAL_NOTE = f"""\
 By how many points of test accuracy a client is above its own local model after the
-last round. above local: mean over all clients, ± standard deviation over seeds.
+last round. above local: mean over all clients{{deviation}}.
 n < {SMALL}: mean over clients with fewer than {SMALL} training samples. gain: share of
 clients more than {HARM:g} points above their local model. lose: more than {HARM:g} below."""
 EVERYBODY = """
@@ -209,8 +209,12 @@ def against_local(runs: Sequence[Result]) -> Table | None:
     if reference is None or not by_method:
         return None
     lines = [[method, *_gain_cells([*seeds.values()])] for method, seeds in by_method.items()]
-    note = AGAINST_LOCAL_NOTE + EVERYBODY * reference.trains_everyone()
+    several = any(len(seeds) > 1 for seeds in by_method.values())
+    deviation = ", ± standard deviation over seeds" if several else ""
+    note = AGAINST_LOCAL_NOTE.format(deviation=deviation)
     bold = {(place, 1) for place in _largest_gains([*by_method.values()])}
+    note += " Bold: the highest." * bool(bold)
+    note += EVERYBODY * reference.trains_everyone()
     return Table(f"Against {reference.label()}", AGAINST_LOCAL, lines, note, bold=bold)
 
 
