@@ -232,7 +232,7 @@ def clients_by_round(curves: Sequence[Series]) -> Chart | None:
 
 
 def distribution(curves: Sequence[Series]) -> Chart | None:
-    figure, axes = theme.canvas(0.6 + 0.6 * len(curves), left=0.12)
+    figure, axes = theme.canvas(0.6 + 0.66 * len(curves), left=0.12)
     title = f"Where the clients {'end' if _over(curves) else 'are so far'}"
     chart = Chart("distribution", title, figure)
     words = []
@@ -258,7 +258,7 @@ def distribution(curves: Sequence[Series]) -> Chart | None:
             clip_on=False,
         )
         first, middle, third = np.percentile(values, [25, 50, 75])
-        below = place - 0.38  # the bar hides no dot
+        below = place - 0.35  # the bar hides no dot, and no name of the next row
         look = {"color": theme.INK, "lw": 1.6, "solid_capstyle": "butt", "clip_on": False}
         axes.plot([first, third], [below, below], **look)
         axes.plot([middle, middle], [below - 0.07, below + 0.07], **look)
