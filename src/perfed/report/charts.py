@@ -101,11 +101,12 @@ def accuracy_by_round(curves: Sequence[Series]) -> Chart | None:
     highest = "highest, " if len(curves) > 1 and same_data(curves) else ""
     how = f"{'ends' if _over(curves) else 'is'} {highest}at"
     said = [f"{ranked[0].label} {how} {_end(ranked[0])}"]
-    said += [f"{curve.label} at {_end(curve)}" for curve in ranked[1:5]]
+    shown = len(ranked) if len(ranked) <= 6 else 5
+    said += [f"{curve.label} at {_end(curve)}" for curve in ranked[1:shown]]
     whose = clients_word(run for curve in curves for run in curve.runs)
     chart.caption = f"Test accuracy, mean over all {whose}, after each round. {listed(said)}."
-    if highest and (more := len(ranked) - 5) > 0:
-        chart.caption += f" {more} more {'is' if more == 1 else 'are'} lower."
+    if highest and len(ranked) > shown:
+        chart.caption += f" The other {len(ranked) - shown} are lower."
     if not same_data(curves):
         chart.caption += " Not all are on the same data, so none is called the highest."
     for curve in curves:
