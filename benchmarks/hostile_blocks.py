@@ -250,9 +250,9 @@ def figure() -> Figure:
                     axis.plot(percent, values, "o-", color=COLOUR_OF[method], label=title)
                 axis.axhline(0, color="#6a6a6a", linewidth=0.8)
                 axis.set_title(f"{setting}, {'no stages' if stages == 'none' else 'robust'}")
-            row[0].set_ylabel("points, honest clients")
+            row[0].set_ylabel("change of test accuracy (points)")
         for axis in axes[-1]:
-            axis.set_xlabel("hostile clients, %")
+            axis.set_xlabel("hostile clients (%)")
         drawing.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
     return drawing
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import statistics
 import sys
+from itertools import takewhile
 from typing import Any
 
 from bytes_blocks import BLOCKS as BYTES_BLOCKS
@@ -530,9 +531,32 @@ EVERY_FIGURE = {
 }
 
 
+NUMBER = re.compile(r"\**[<+\-−]?\d[\d.,]*( ± [\d.,]+)?( ?(%|×|ms|s|[kMG]|[kMG]?B|[MG]iB))?\**|–")
+
+
+def aligned(text: str) -> str:
+    """Of its tables, the columns that hold mostly numbers to the right."""
+    lines = text.splitlines()
+    for at, line in enumerate(lines):
+        if not re.fullmatch(r"(\|-{3,}:?)+\|", line):
+            continue
+        rest = (row for row in lines[at + 1 :])
+        body = [_cells(row) for row in takewhile(lambda row: row.startswith("|"), rest)]
+        marks = line.strip("|").split("|")
+        for column, cells in enumerate(zip(*body, strict=True)):
+            if column and 2 * sum(bool(NUMBER.fullmatch(cell)) for cell in cells) > len(cells):
+                marks[column] = "---:"
+        lines[at] = f"|{'|'.join(marks)}|"
+    return "\n".join(lines)
+
+
+def _cells(row: str) -> list[str]:
+    return [cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]]
+
+
 def rendered(text: str) -> str:
     def block(match: re.Match[str]) -> str:
-        return f"{match[1]}\n{BLOCKS[match[2]]()}\n{match[3]}"
+        return f"{match[1]}\n{aligned(BLOCKS[match[2]]())}\n{match[3]}"
 
     pattern = r"(<!-- begin: (\S+) -->).*?(<!-- end: \2 -->)"
     return re.sub(pattern, block, text, flags=re.S)

@@ -11,7 +11,7 @@ from committed import ROOT, machine, result
 from successor import CAUTION, MIDDLE
 
 from perfed.core import layout
-from perfed.core.layout import Table
+from perfed.core.layout import Table, with_minus
 from perfed.runs.tables import HARM, SMALL, quantity, spread
 
 FEW = 10  # clients; of fewer no mean is shown
@@ -320,9 +320,9 @@ def who_gains(path: Path = ROOT / "docs" / "who-gains.png") -> Path:
     """Before and after: every client's gain over local training, by data and by labels."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(17, 5.8), layout="constrained")
+    figure = Figure(figsize=(8, 13), layout="constrained")  # a page is not wider
     shown = ("digits", "cifar", "vgg")
-    for part, family in zip(figure.subfigures(1, len(shown), wspace=0.04), shown, strict=True):
+    for part, family in zip(figure.subfigures(len(shown), 1, hspace=0.03), shown, strict=True):
         part.suptitle(FAMILIES[family], fontweight="bold")
         _before_and_after(part, result(f"successor_{family}"))
     figure.savefig(path, dpi=120)
@@ -338,7 +338,8 @@ def _before_and_after(figure: Any, record: dict[str, Any]) -> None:
         for axis, position in zip(line, (1, 2), strict=True):
             _scatter(axis, clients, position)
         line[0].set_title(
-            f"{title}: {_mean(clients):+.1f} points, {_harmed(seeds):.0f} % harmed", loc="left"
+            with_minus(f"{title}: {_mean(clients):+.1f} points, {_harmed(seeds):.0f} % harmed"),
+            loc="left",
         )
         line[0].set_ylabel("points above local")
     axes[0][0].set_xscale("log")

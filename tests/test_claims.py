@@ -53,3 +53,8 @@ def test_the_kin_tables_name_what_was_tried_and_how_good_their_interval_is(
     assert "too narrow" in note
     chosen = kin_blocks.result(f"kin_tune_{family}")["chosen"]
     assert max(weight for by in chosen.values() for weight in by.values()) == float(largest)
+
+
+def test_columns_of_numbers_are_set_to_the_right_where_a_page_is_rendered() -> None:
+    table = "| | a | b |\n|---|---|---|\n| **x** | **1.5 ± 0.2** | global 2 |\n| y | – | 3 |"
+    assert render.aligned(table) == table.replace("|---|---|---|", "|---|---:|---|")

@@ -46,6 +46,11 @@ def entries() -> list[Entry]:
     return [*_entries(Experiment, ""), *_entries(Comparison, "", only=("algorithms", "seeds"))]
 
 
+def is_file_of_ours(key: str | None) -> bool:
+    """Whether it is a preset, a link or a study: its file is shown as it is."""
+    return any(key in preset_names(folder) for folder in (PRESETS, LINKS, STUDIES))
+
+
 def explain(key: str) -> list[str]:
     """What is known of a key, a group of keys, or a name, or what a preset holds; an error where
     that is nothing."""

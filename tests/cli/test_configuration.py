@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from perfed import algorithms
+from perfed.cli.configuration import _folded
 from tests import warm
 from tests.cli.test_cli import perfed as here
 from tests.data import own_files
@@ -137,6 +138,26 @@ def test_a_file_without_components_is_said_to_be_one(
 ) -> None:
     assert here(monkeypatch, "list", "--with", folder / "net.py") == 2
     assert "defines no algorithm" in capsys.readouterr().err
+
+
+def test_on_a_terminal_explain_breaks_lines_between_words_and_further_in() -> None:
+    line = "  caution: how much better the taught model must explain"
+    assert _folded(line, 24) == [
+        "  caution: how much",
+        "    better the taught",
+        "    model must explain",
+    ]
+    assert _folded(line, 80) == [line]
+    assert _folded("", 80) == [""]
+
+
+def test_list_shows_an_option_without_a_value_as_set_takes_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert here(monkeypatch, "list", "algorithms") == 0
+    listed = capsys.readouterr().out
+    assert "distil_steps = null" in listed
+    assert "distil_steps = none" not in listed
 
 
 def test_explain_prints_and_mends(

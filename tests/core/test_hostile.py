@@ -18,7 +18,10 @@ from perfed.core.hostile import Attack, Attacker, attacks
 from perfed.core.message import Message
 from perfed.core.selection import evaluated_clients
 from perfed.core.tree import Weights, flatten
+from perfed.runs.result import headline_kind, hostile_words
 from perfed.runs.simulation import Simulation
+from perfed.runs.study import honest_accuracies, record_of
+from perfed.runs.tables import standing
 from tests.conftest import SEQUENTIAL, STACKED, played, simulate, spec, tiny
 from tests.engines.test_stacked import MIXED
 
@@ -185,6 +188,39 @@ def test_means_are_of_honest_clients_and_all_are_written_down(tmp_path: Path) ->
     assert "3 clients are hostile" in result.table()
 
 
+def test_a_comparison_ranks_and_tests_honest_clients_and_says_so(tmp_path: Path) -> None:
+    experiment = tiny(hostile={"name": "worst"} | HALF, rounds=1)
+    methods = ["local", "fedavg", "perfed-ckt"]
+    found = perfed.compare(perfed.Comparison(experiment, methods, [0]), tmp_path / "all")
+    stand = standing(found.results)
+    reached = {run.experiment.algorithm.label(): run.summary["models"] for run in found.results}
+    means = {
+        label: models[headline_kind(models)]["last"]["test_accuracy"]
+        for label, models in reached.items()
+    }
+    assert stand is not None
+    assert means[stand.best] == max(means.values())
+    record = record_of(found.results[0].path)
+    assert len(honest_accuracies(record, "personal")) == 3 < len(record["clients"]["hostile"])
+    assert "3 clients are hostile; all means are of the others." in found.table()
+    page = found.report().read_text("utf-8")
+    assert "hostile clients: worst" in page
+    assert "3 clients are hostile" in page
+    assert "mean over all honest clients" in page
+
+
+@pytest.mark.parametrize(
+    ("masks", "words"),
+    [
+        ([], ""),
+        ([[True, False]], "1 client is hostile; all means are of the others."),
+        ([[True, False], [True, True]], "1 to 2 clients are hostile; all means are of the others."),
+    ],
+)
+def test_how_many_are_hostile_is_said_in_words(masks: list[list[bool]], words: str) -> None:
+    assert hostile_words(masks, some_evaluated=False) == words
+
+
 def test_where_some_clients_are_evaluated_some_of_these_are_honest(tmp_path: Path) -> None:
     some = [
         tiny(hostile={"name": "worst"} | HALF, rounds=1, evaluate_clients=1, seed=seed)
@@ -196,7 +232,7 @@ def test_where_some_clients_are_evaluated_some_of_these_are_honest(tmp_path: Pat
         return not experiment.federation().partition_facts["hostile"][client]
 
     result = perfed.run(next(filter(honest, some)), tmp_path / "run")
-    assert "1 of 6 clients are evaluated.\n0 of them are hostile" in result.table()
+    assert "1 of 6 clients are evaluated.\n0 of the evaluated clients are hostile" in result.table()
     with pytest.raises(ConfigError, match="evaluate_clients: none of the 1 that are eval"):
         Simulation(next(experiment for experiment in some if not honest(experiment)))
 

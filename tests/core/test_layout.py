@@ -89,6 +89,11 @@ def test_markdown_keeps_a_bar_in_a_name() -> None:
     assert Table("", ("x",), [["|P|=9"]]).markdown().splitlines()[2] == r"| \|P\|=9 |"
 
 
+def test_markdown_does_not_take_stars_in_a_note_for_italics() -> None:
+    table = Table("", ("x",), [], "best*: at best; best* − paper")
+    assert "best\\*: at best; best\\* − paper" in table.markdown()
+
+
 WIDE = Table("Wide", [f"column {n}" for n in range(20)], [["12.3 ± 4.5"] * 20])
 DOCUMENT = r"\documentclass{article}%s\begin{document}%s\end{document}"
 

@@ -12,7 +12,7 @@ from matplotlib.colors import to_hex
 
 import perfed
 from perfed.report import gather, page
-from perfed.report.charts import Chart
+from perfed.report.charts import Chart, _highest_and_lowest
 from perfed.report.export import frames
 from perfed.report.svg import inline_svg
 from perfed.report.theme import COLOURS, GROUPS, VARIABLES
@@ -302,3 +302,9 @@ def test_no_dot_is_cut_and_dots_in_one_place_are_beside_each_other(
                 assert places[:, 1].min() >= bottom
                 assert places[:, 1].max() <= top
                 assert len({tuple(place) for place in places.round(6)}) == len(places)
+
+
+def test_of_many_methods_the_two_ends_are_named_and_no_stop_follows_the_dots() -> None:
+    words = [(float(place), f"method {place} gains") for place in range(6)]
+    said = _highest_and_lowest(words, ". ")
+    assert said == "method 5 gains. method 4 gains. … method 1 gains. method 0 gains"

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import perfed
+from perfed.core.layout import with_minus
 from perfed.report import gather, page
 from perfed.runs.directory import RunDirectory
 from perfed.runs.tables import HEADER, cells, quantity, rows, standing
@@ -259,7 +260,7 @@ def test_who_gains_against_local_training_is_the_table_of_the_terminal(
     lines = [re.sub("</?b>", "", line) for line in lines]
     shown = [[unescape(c) for c in re.findall(r"<t[hd].*?>(.*?)</t[hd]>", line)] for line in lines]
     table = comparison.tables()[1]
-    assert shown == [list(table.header), *map(list, table.rows)]
+    assert shown == [list(table.header), *([*map(with_minus, row)] for row in table.rows)]
     (caption,) = [c.caption for c in page.draw([comparison.path]).charts if c.name == "gains"]
     for method, *_, gaining, losing in table.rows:
         said = re.search(rf"{re.escape(method)}: (\d+) of 18 clients gain, (\d+) lose", caption)

@@ -114,10 +114,15 @@ def _print_components(console: Console, title: str, components: dict[str, type[C
         for name in names:
             table.add_row(f"[bold]{escape(name)}[/]", escape(_meaning(components[name])))
             for field in dataclasses.fields(components[name]):
-                option = f"  {field.name} = {shown_default(field)}"
+                option = f"  {field.name} = {_to_copy(field)}"
                 table.add_row(escape(option), escape(described(components[name], field)))
     console.print(table)
     console.print()
+
+
+def _to_copy(field: dataclasses.Field[Any]) -> str:
+    """As --set takes it, and as the option's meaning calls it."""
+    return "null" if field.default is None else shown_default(field)
 
 
 def _sections(components: dict[str, type[Component]]) -> dict[str, list[str]]:

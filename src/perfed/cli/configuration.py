@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+import textwrap
 from pathlib import Path
 from typing import Annotated
 
@@ -23,7 +25,20 @@ def explain(
     ] = None,
 ) -> None:
     """Say what a key of a configuration means, what it may be, and its default."""
-    print("\n".join(explanation.overview() if key is None else explanation.explain(key)))
+    lines = explanation.overview() if key is None else explanation.explain(key)
+    if sys.stdout.isatty() and not explanation.is_file_of_ours(key):
+        width = shutil.get_terminal_size().columns
+        lines = [piece for line in lines for piece in _folded(line, width)]
+    print("\n".join(lines))
+
+
+def _folded(line: str, width: int) -> list[str]:
+    """A line that is too long goes on two places further in; no word is broken."""
+    further = " " * (len(line) - len(line.lstrip()) + 2)
+    pieces = textwrap.wrap(
+        line, width, subsequent_indent=further, break_long_words=False, break_on_hyphens=False
+    )
+    return pieces or [line]
 
 
 def init(

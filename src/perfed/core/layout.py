@@ -89,7 +89,7 @@ class Table:
         lines = [self.header, marks, *self._rows("**{}**".format, _markdown)]
         body = "\n".join(f"| {' | '.join(line)} |" for line in lines)
         title = f"**{self.title}**" if self.title else ""
-        return _paragraphs(title, body, self.note)
+        return _paragraphs(title, body, self.note.replace("*", r"\*"))
 
     def latex(self) -> str:
         """A ``tabular`` with the rules of booktabs, in a ``table`` with its title as caption.
@@ -126,9 +126,14 @@ def _latex_line(cells: Iterable[str]) -> str:
     return f"{{}}{line}" if line[0] in "[*" else line
 
 
+def with_minus(text: str) -> str:
+    """Numbers below zero with a minus, as a page or a paper prints them."""
+    return _MINUS.sub("\N{MINUS SIGN}", text)
+
+
 def _latex(text: str) -> str:
     """Letters of other alphabets stay as they are: LuaLaTeX has fonts for them."""
-    parts = _MINUS.sub("−", text).split("--")  # two hyphens would become a dash
+    parts = with_minus(text).split("--")  # two hyphens would become a dash
     return "-{}-".join(part.translate(_LATEX) for part in parts)
 
 

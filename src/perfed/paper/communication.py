@@ -64,20 +64,21 @@ def _curve(finding: Finding, rounds: int) -> Curve:
     )
 
 
-# Colours are Okabe and Ito's. A method with clusters shows how many.
+# Colours are Okabe and Ito's; the usual methods have those that they have in reports. A method with
+# clusters shows how many.
 _LOOKS = {
-    "fedavg": ("#000000", "o"),
-    "fedavg-ft": ("#000000", "s"),
+    "fedavg": ("#E69F00", "o"),
+    "fedavg-ft": ("#E69F00", "s"),
     "fedprox": ("#777777", "^"),
     "scaffold": ("#777777", "v"),
     "feddf": ("#777777", "P"),
-    "per-fedavg": ("#56B4E9", "X"),
-    "ditto": ("#009E73", "D"),
-    "fedfomo": ("#0072B2", "p"),
-    "fedfomo-trained": ("#0072B2", "<"),
-    "hypcluster": ("#E69F00", ""),
-    "perfed-ckt": ("#D55E00", ""),
-    "perfed-kin": ("#CC79A7", "*"),
+    "per-fedavg": ("#000000", "X"),
+    "ditto": ("#CC79A7", "D"),
+    "fedfomo": ("#009E73", "p"),
+    "fedfomo-trained": ("#009E73", "<"),
+    "hypcluster": ("#56B4E9", ""),
+    "perfed-ckt": ("#0072B2", ""),
+    "perfed-kin": ("#D55E00", "*"),
 }
 _WITHOUT_COST = {"majority": ":", "local": "--"}
 
@@ -146,6 +147,7 @@ def _tell_shorter(axis: Axes, shorter: Sequence[Curve]) -> None:
             ha="center",
             fontsize=7,
             color="#444444",
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5},
         )
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from perfed.report import theme
 from perfed.report.clusters import Membership, letter, membership
-from perfed.report.gather import Run, Series, alone, first_of_each, same_data
+from perfed.report.gather import Run, Series, alone, clients_word, first_of_each, same_data
 from perfed.runs.tables import HARM, quantity
 
 if TYPE_CHECKING:
@@ -101,8 +101,12 @@ def accuracy_by_round(curves: Sequence[Series]) -> Chart | None:
     highest = "highest, " if len(curves) > 1 and same_data(curves) else ""
     how = f"{'ends' if _over(curves) else 'is'} {highest}at"
     said = [f"{ranked[0].label} {how} {_end(ranked[0])}"]
-    said += [f"{curve.label} at {_end(curve)}" for curve in ranked[1:5]]
-    chart.caption = f"Test accuracy, mean over all clients, after each round. {listed(said)}."
+    shown = len(ranked) if len(ranked) <= 6 else 5
+    said += [f"{curve.label} at {_end(curve)}" for curve in ranked[1:shown]]
+    whose = clients_word(run for curve in curves for run in curve.runs)
+    chart.caption = f"Test accuracy, mean over all {whose}, after each round. {listed(said)}."
+    if highest and len(ranked) > shown:
+        chart.caption += f" The other {len(ranked) - shown} are lower."
     if not same_data(curves):
         chart.caption += " Not all are on the same data, so none is called the highest."
     for curve in curves:
@@ -229,7 +233,7 @@ def clients_by_round(curves: Sequence[Series]) -> Chart | None:
 
 
 def distribution(curves: Sequence[Series]) -> Chart | None:
-    figure, axes = theme.canvas(0.6 + 0.6 * len(curves), left=0.12)
+    figure, axes = theme.canvas(0.6 + 0.66 * len(curves), left=0.12)
     title = f"Where the clients {'end' if _over(curves) else 'are so far'}"
     chart = Chart("distribution", title, figure)
     words = []
@@ -255,7 +259,7 @@ def distribution(curves: Sequence[Series]) -> Chart | None:
             clip_on=False,
         )
         first, middle, third = np.percentile(values, [25, 50, 75])
-        below = place - 0.38  # the bar hides no dot
+        below = place - 0.35  # the bar hides no dot, and no name of the next row
         look = {"color": theme.INK, "lw": 1.6, "solid_capstyle": "butt", "clip_on": False}
         axes.plot([first, third], [below, below], **look)
         axes.plot([middle, middle], [below - 0.07, below + 0.07], **look)
@@ -428,11 +432,16 @@ def centroid_similarity(run: Run, number: int) -> Chart | None:
     (a, b), (c, d) = _extremes(table)
     chart.caption = (
         "Overlap: the share of probability that two centroids give to the same classes, as a mean "
-        "over the public set. 1: they teach the same. 0: they agree on nothing. After "
-        f"round {max(found.overlaps) + 1} the least alike are {names[a]} and {names[b]} "
+        "over the public set. 1: they teach the same. 0: they agree on nothing."
+    )
+    began = f"began at {middle[0]:.2f} and is now {middle[-1]:.2f}"
+    if len(names) == 2:  # one pair, which is both the least and the most alike
+        chart.caption += f" That of {names[a]} and {names[b]} {began}."
+        return chart
+    chart.caption += (
+        f" After round {max(found.overlaps) + 1} the least alike are {names[a]} and {names[b]} "
         f"({table[a, b]:.2f}), the most alike {names[c]} and {names[d]} ({table[c, d]:.2f}). "
-        "Right: mean, smallest and largest overlap of all pairs. The mean began at "
-        f"{middle[0]:.2f} and is now {middle[-1]:.2f}."
+        f"Right: mean, smallest and largest overlap of all pairs. The mean {began}."
     )
     return chart
 
@@ -895,4 +904,4 @@ def _highest_and_lowest(
     texts = [text for _, text in (sorted(words, key=lambda w: -w[0]) if ranked else words)]
     if len(texts) > NAMED:
         texts = [*texts[: NAMED // 2], "…", *texts[-NAMED // 2 :]]
-    return separator.join(texts)
+    return separator.join(texts).replace("….", "…")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib import resources
 
-from perfed.core.layout import Table
+from perfed.core.layout import Table, with_minus
 from perfed.report import theme
 from perfed.report.charts import Chart
 from perfed.report.svg import inline_svg
@@ -60,8 +60,12 @@ def table_card(
     body = []
     for number, cells in enumerate(table.rows):
         texts = [
-            f"<b>{escape(cell)}</b>" if (number, place) in table.bold else escape(cell)
+            escape(cell if place < table.names else with_minus(cell))
             for place, cell in enumerate(cells)
+        ]
+        texts = [
+            f"<b>{text}</b>" if (number, place) in table.bold else text
+            for place, text in enumerate(texts)
         ]
         if marks:
             texts[0] = marks[number] + texts[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -142,7 +142,9 @@ class Run:
         """Of one of ``clients``: its number, and its name where the data names it."""
         names = self.partition.get("client_names", [])
         name = f"client {self.numbers[position]}"
-        return f"{name} ({names[position]})" if names else name
+        name = f"{name} ({names[position]})" if names else name
+        hostile = self.partition.get("hostile")
+        return f"{name}, hostile" if hostile and hostile[position] else name
 
     @cached_property
     def train_sizes(self) -> np.ndarray:
@@ -390,6 +392,12 @@ def alone(curve: Series, curves: Sequence[Series]) -> Series | None:
     local = [c for c in curves if c.algorithm.reference]
     alike = [c for c in local if c.runs[0].clients_setting == own.clients_setting]
     return min(alike, key=differences, default=None)
+
+
+def clients_word(runs: Iterable[Run]) -> str:
+    """Whose means are shown."""
+    lied = any(run.result.experiment.hostile is not None for run in runs)
+    return "honest clients" if lied else "clients"
 
 
 def first_of_each(runs: Sequence[Run]) -> list[Run]:

@@ -15,6 +15,7 @@ from perfed.report import gather, theme
 from perfed.report.charts import Chart, charts
 from perfed.report.document import details, document, figures_html, line_mark, table_card
 from perfed.report.gather import Run, Series
+from perfed.runs.result import hostile_words_of
 from perfed.runs.tables import HEADER, against_local, cells, footnote, quantity, rows, standing
 
 RELOAD_SECONDS = 4
@@ -126,6 +127,7 @@ def _about(report: Report) -> str:
         _same(f"{e.rounds} rounds" for e in experiments),
         _same(_data(run) for run in report.runs),
         _same(f"shifted by {e.shift.label()}" if e.shift else "" for e in experiments),
+        _same(f"hostile clients: {e.hostile.label()}" if e.hostile else "" for e in experiments),
         _seeds(report.runs) if len(by_seeds) == 1 else "",
     ]
     sentence = f"<p>{escape(about)}</p>" if about else ""
@@ -221,12 +223,13 @@ def _tiles(report: Report) -> str:
         return ""
     best = max(report.curves, key=Series.last)
     when = "at the end" if report.over else "so far"
-    tiles = [(f"{100 * best.last():.1f} %", f"mean test accuracy over all clients {when}")]
+    mean = f"mean test accuracy over all {gather.clients_word(report.runs)} {when}"
+    tiles = [(f"{100 * best.last():.1f} %", mean)]
     local = gather.alone(best, report.curves)
     if local and best is not local:
         alone = f"above training alone ({100 * local.last():.1f} %)"
         tiles.append((f"{100 * (best.last() - local.last()):+.1f} points", alone))
-    tenth = "mean over the worst tenth of the clients"
+    tenth = f"mean over the worst tenth of the {gather.clients_word(report.runs)}"
     tiles.append((f"{100 * best.worst_tenth():.1f} %", tenth))
     if sent := best.cost(best.rounds[-1], "bytes"):
         tiles.append((quantity(sent, "B"), f"sent {'in all' if report.over else 'so far'}"))
@@ -256,6 +259,8 @@ def _summary(report: Report) -> str:
     finished = _finished(report)
     early = [f"{run.title} (round {max(run.evaluated) + 1})" for run in begun if not run.over]
     note = footnote(table)
+    if hostile := hostile_words_of([run.result for run in begun]):
+        note += f" {hostile}"
     if early:
         note += f" Not finished, so after the last evaluation: {'; '.join(early)}."
     bold = set()

@@ -210,10 +210,9 @@ def _gains_in_every_setting(outcome: Outcome) -> Chart | None:
     panels[0, 0].set_ylim(0.6 - len(methods), 0.6)
     figure.supxlabel("points above local", fontsize=theme.RC["axes.labelsize"])
     chart.caption = (
-        "Of all methods that send something. Mean over all clients; bars: 95 % intervals. Methods "
-        "are in the order of their mean gain. "
-        f"Hollow: more than {FEW_HARMED:g} % of the clients end more than {HARM:g} points below "
-        "their local model."
+        f"Methods that send something, by mean gain. {_mean_of(outcome.sections)} Bars: 95 % "
+        f"intervals. Hollow: more than {FEW_HARMED:g} % of the clients end more than {HARM:g} "
+        "points below their local model."
     )
     if any(len(rows) < len(shown) for rows in found.values()):
         chart.caption += " Below are those that have not run in every setting."
@@ -287,10 +286,15 @@ def _every_setting(outcome: Outcome) -> Chart | None:
             look = {"color": theme.colour(row.number), "ls": theme.style(row.number)}
             first.plot([], [], **look, label=row.method)
     theme.legend(figure, first, _columns(rows))
-    chart.caption = "Mean over all clients. Each panel has its own data, and its own scale."
+    chart.caption = f"{_mean_of(sections)} Each panel has its own data, and its own scale."
     if len(outcome.design.seeds) > 1:
         chart.caption += " Bands: ± one standard deviation over seeds."
     return chart
+
+
+def _mean_of(sections: Sequence[Section]) -> str:
+    lied = any(section.hostile_words() for section in sections)
+    return f"Mean over all{' honest' * lied} clients."
 
 
 def _short(name: str, most: int = 26) -> str:
@@ -366,7 +370,8 @@ def _gain_against_harm(section: Section, number: int) -> Chart | None:
     most = max(rows, key=lambda row: row.gain or 0)
     chart.caption = (
         "Further up is better, further left harms fewer clients. Bars: 95 % intervals. "
-        f"The largest mean gain is that of {most.method}: {_signed(most.gain or 0)} points, with "
+        f"{'The largest mean gain is' if (most.gain or 0) > 0 else 'No mean is a gain. Highest is'}"
+        f" that of {most.method}: {_signed(most.gain or 0)} points, with "
         f"{most.harmed_percent:.0f} % of the clients harmed."
     )
     if unharmed:
@@ -382,7 +387,7 @@ def _accuracy_by_round(section: Section, number: int) -> Chart | None:
     axes.set(xlabel="communication round", ylabel="mean test accuracy (%)")
     whole_rounds(axes)
     theme.legend(chart.figure, axes, _columns(section.rows))
-    chart.caption = "Mean over all clients."
+    chart.caption = _mean_of([section])
     if any(len(row.seeds) > 1 for row in section.rows):
         chart.caption += " Bands: ± one standard deviation over seeds."
     return chart

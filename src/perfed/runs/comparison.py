@@ -19,7 +19,7 @@ from perfed.engines.execution import fitting_threads
 from perfed.runs.coordinator import Callback, Steps
 from perfed.runs.directory import LOCK, RunDirectory, claimed_path, make_directory
 from perfed.runs.drawing import drawing
-from perfed.runs.result import Result
+from perfed.runs.result import Result, hostile_words_of
 from perfed.runs.settings import changes, text_of
 from perfed.runs.simulation import (
     AUTOMATIC,
@@ -60,6 +60,8 @@ class ComparisonResult:
 
         gains = against_local(self.results)
         first = summary([r.summary for r in self.results], standing(self.results))
+        if hostile := hostile_words_of(self.results):
+            first = replace(first, note=f"{first.note}\n{hostile}")
         return [first, *([gains] if gains else [])]
 
     def record(self) -> dict[str, Any]:

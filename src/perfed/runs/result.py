@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -232,11 +232,8 @@ class Result:
         if some:
             note = f"{table.note}\n{some:,} of {clients:,} clients are evaluated."
             table = dataclasses.replace(table, note=note)
-        if self.experiment.hostile is not None:
-            hostile = sum(self.directory.read_json("partition.json")["hostile"])
-            whose = "of them" if some else "clients"
-            note = f"{table.note}\n{hostile} {whose} are hostile; all means are of the others."
-            table = dataclasses.replace(table, note=note)
+        if hostile := hostile_words_of([self]):
+            table = dataclasses.replace(table, note=f"{table.note}\n{hostile}")
         if numbers["finished"]:
             return [table]
         so_far = f"Not finished: after round {numbers['rounds']} of {self.experiment.rounds}."
@@ -270,6 +267,26 @@ def kinds_of_clients(partition: Mapping[str, Any]) -> dict[str, list[Any]]:
     """What tells clients apart, beside what they have, as far as a partition records it."""
     names = {"groups": "group", "repaired": "repaired", "hostile": "hostile"}
     return {name: partition[key] for key, name in names.items() if key in partition}
+
+
+def hostile_words(masks: Iterable[Sequence[bool]], some_evaluated: bool) -> str:
+    """What is said below a table, of masks of hostile clients; nothing where there are none."""
+    counts = {sum(mask) for mask in masks}
+    if not counts:
+        return ""
+    fewest, most = min(counts), max(counts)
+    number = f"{most}" if fewest == most else f"{fewest} to {most}"
+    whose = "of the evaluated clients" if some_evaluated else "client" if most == 1 else "clients"
+    return f"{number} {whose} {'is' if most == 1 else 'are'} hostile; all means are of the others."
+
+
+def hostile_words_of(runs: Sequence[Result]) -> str:
+    masks = [
+        run.directory.read_json("partition.json")["hostile"]
+        for run in runs
+        if run.experiment.hostile is not None
+    ]
+    return hostile_words(masks, any(run.experiment.evaluate_clients for run in runs))
 
 
 def _at(line: Mapping[str, Any], kind: str) -> dict[str, Any]:

@@ -226,6 +226,14 @@ def _clients(directory: RunDirectory) -> Record:
     }
 
 
+def honest_accuracies(record: Record, kind: str) -> list[float]:
+    """After the last round, of every client; where some are hostile, of the others."""
+    clients = record["clients"]
+    accuracies: list[float] = clients["test_accuracy"][kind]
+    hostile = clients.get("hostile", [False] * len(accuracies))
+    return [value for value, lies in zip(accuracies, hostile, strict=True) if not lies]
+
+
 def client_gains(record: Record, local: Record, kind: str, local_kind: str = "personal") -> Gains:
     """Of honest clients."""
     clients = record["clients"]

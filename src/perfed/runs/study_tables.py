@@ -16,7 +16,7 @@ import numpy as np
 from perfed.core.layout import Table
 from perfed.core.method_numbers import method_numbers
 from perfed.runs.design import Design, Found
-from perfed.runs.result import headline_kind
+from perfed.runs.result import headline_kind, hostile_words
 from perfed.runs.significance import (
     ALPHA,
     DRAWS,
@@ -27,7 +27,7 @@ from perfed.runs.significance import (
     enough,
     pairs_of,
 )
-from perfed.runs.study import Record, client_gains
+from perfed.runs.study import Record, client_gains, honest_accuracies
 from perfed.runs.tables import HARM, quantity, spread
 from perfed.runs.tune import shown_value
 
@@ -119,8 +119,8 @@ class Row:
         return curves[0, :, 0] + 1, 100 * curves[:, :, 1]
 
     def clients(self) -> list[list[float]]:
-        """Of each seed, in the study's order: the test accuracy of every client."""
-        return [r["clients"]["test_accuracy"][self.kind] for r in self.records.values()]
+        """Of each seed, in the study's order: the test accuracy of every honest client."""
+        return [honest_accuracies(record, self.kind) for record in self.records.values()]
 
     def numbers(self) -> dict[str, Any]:
         """For programs: percent, points, bytes and seconds."""
@@ -173,6 +173,11 @@ class Section:
         if len(self.ranked) < 2:
             return False
         return row is self.ranked[0] or self.against_best.get(row.method, 0) > ALPHA
+
+    def hostile_words(self) -> str:
+        records = [record for row in self.rows for record in row.records.values()]
+        masks = [r["clients"]["hostile"] for r in records if "hostile" in r["clients"]]
+        return hostile_words(masks, any(r["config"].get("evaluate_clients") for r in records))
 
     def row(self, method: str) -> Row | None:
         return next((row for row in self.rows if row.method == method), None)
@@ -323,8 +328,8 @@ class Outcome:
     def tables(self) -> dict[str, Table]:
         """By the names of their files."""
         named = {
-            f"setting {section.name}": _setting_table(self.design, section, number == 0)
-            for number, section in enumerate(self.sections)
+            f"setting {section.name}": _setting_table(self.design, section, self.sections[0])
+            for section in self.sections
         }
         if len(self.sections) > 1:
             named["over all settings"] = _overall_table(self)
@@ -387,10 +392,12 @@ FEW_SEEDS = " With so few seeds, intervals are probably too narrow."
 UNRANKED = " Not ranked, since runs of other seeds are on other data: {}."
 
 
-def _setting_table(design: Design, section: Section, first: bool) -> Table:
+def _setting_table(design: Design, section: Section, first: Section) -> Table:
     """The first one says what its columns are."""
     seeds = len(design.seeds)
-    note = _columns_note(seeds, section.over_seeds) if first else "Columns: as in the first table."
+    is_first = section is first
+    note = _columns_note(seeds, section.over_seeds) if is_first else f"Columns: as in {first.name}."
+    note += f" {hostile}" if (hostile := section.hostile_words()) else ""
     unranked = [
         f"{row.method} ({_seeds_text(row.seeds)})" for row in section.rows if not row.complete
     ]
@@ -429,7 +436,7 @@ def _cells(section: Section, row: Row) -> list[str]:
         f"{numbers['worst_tenth']:.1f}",
         f"{numbers['calibration_error']:.1f}",
         quantity(row.bytes_per_round, "B"),
-        f"{row.seconds_per_round:.2g}",
+        _seconds(row.seconds_per_round),
     ]
 
 
@@ -540,6 +547,11 @@ def _seeds_text(seeds: Sequence[int]) -> str:
 
 def _points(value: float) -> str:
     return f"{value:+.1f}"
+
+
+def _seconds(value: float) -> str:
+    """Two digits, also where the second is 0; of hundreds all."""
+    return f"{value:.0f}" if value >= 100 else f"{value:#.2g}".rstrip(".")
 
 
 def _p(value: float | None) -> str:

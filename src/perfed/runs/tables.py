@@ -11,7 +11,7 @@ from perfed.core.algorithm import Algorithm
 from perfed.core.layout import Table
 from perfed.runs.result import Result, headline_kind
 from perfed.runs.significance import ALPHA, FEW, against_first, described, enough, pairs_of
-from perfed.runs.study import Gains, Record, client_gains, record_of
+from perfed.runs.study import Gains, Record, client_gains, honest_accuracies, record_of
 
 HEADER = (
     "algorithm",
@@ -186,10 +186,8 @@ def standing(runs: Sequence[Result]) -> Standing | None:
 
 
 def _last_accuracies(record: Record) -> list[float]:
-    """Of every client, of the model that it would use."""
-    kind = headline_kind(record["summary"]["models"])
-    values: list[float] = record["clients"]["test_accuracy"][kind]
-    return values
+    """Of every honest client, of the model that it would use."""
+    return honest_accuracies(record, headline_kind(record["summary"]["models"]))
 
 
 HARM = 2.0  # points
@@ -197,7 +195,7 @@ SMALL = 10  # training samples
 AGAINST_LOCAL = ("algorithm", "above local", f"n < {SMALL}", "gain %", "lose %")
 AGAINST_LOCAL_NOTE = f"""\
 By how many points of test accuracy a client is above its own local model after the
-last round. above local: mean over all clients, ± standard deviation over seeds.
+last round. above local: mean over all clients{{deviation}}.
 n < {SMALL}: mean over clients with fewer than {SMALL} training samples. gain: share of
 clients more than {HARM:g} points above their local model. lose: more than {HARM:g} below."""
 EVERYBODY = """
@@ -211,8 +209,12 @@ def against_local(runs: Sequence[Result]) -> Table | None:
     if reference is None or not by_method:
         return None
     lines = [[method, *_gain_cells([*seeds.values()])] for method, seeds in by_method.items()]
-    note = AGAINST_LOCAL_NOTE + EVERYBODY * reference.trains_everyone()
+    several = any(len(seeds) > 1 for seeds in by_method.values())
+    deviation = ", ± standard deviation over seeds" if several else ""
+    note = AGAINST_LOCAL_NOTE.format(deviation=deviation)
     bold = {(place, 1) for place in _largest_gains([*by_method.values()])}
+    note += " Bold: the highest." * bool(bold)
+    note += EVERYBODY * reference.trains_everyone()
     return Table(f"Against {reference.label()}", AGAINST_LOCAL, lines, note, bold=bold)
 
 
