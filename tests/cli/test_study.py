@@ -44,6 +44,7 @@ def test_a_study_from_a_file_to_a_page(file: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in (out / "figures").iterdir()) == [
         "bytes-1.pdf",
         "bytes-2.pdf",
+        "gains.pdf",
         "harm-1.pdf",
         "harm-2.pdf",
     ]
