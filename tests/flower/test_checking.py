@@ -89,6 +89,26 @@ def test_words_of_a_table_may_be_others_elsewhere(tmp_path: Path) -> None:
     assert fault == "public: public samples are 2, this site's own are 3 (age, sex=f, sex=m)"
 
 
+def test_a_column_of_numbers_may_have_any_name_and_a_word_any_letters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_federation(tmp_path / "f")
+    rows = [f"{row % 7},{('f', chr(27) + '[31mm')[row % 2]},{row % 3}" for row in range(90)]
+    (folder / "own.csv").write_text("\n".join(["BMI=kg,sex,label", *rows]))
+    np.save(folder / "public.npy", np.zeros((40, 3)))
+    file = folder / "site-0.yaml"
+    table = {"dataset": {"name": "csv", "path": "own.csv", "scale": "none"}}
+    values = {"data": table, "public": {"file": "public.npy"}, "classes": 3}
+    file.write_text(yaml.safe_dump(yaml.safe_load(file.read_text()) | values))
+    monkeypatch.setattr("sys.argv", ["perfed", "site", "check", str(file)])
+    with pytest.raises(SystemExit, match="0"):
+        cli.main()
+    said = capsys.readouterr().out
+    assert "column 'sex' has a number for each word that occurs here (\ufffd[31mm, f)" in said
+    assert "column 'BMI" not in said
+    assert "\x1b" not in said
+
+
 def test_data_and_public_set_are_both_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from perfed.cli.options import JsonOption, print_json
-from perfed.core.errors import ConfigError
+from perfed.core.errors import ConfigError, printable
 from perfed.flower import backup, initialise, upkeep
 from perfed.flower.approval import SHORT, Approvals
 from perfed.flower.kit import GATE, SITE, write_kits
@@ -265,10 +265,10 @@ def site_check(
 ) -> None:
     """Find all faults before joining: data, splits, model, public set, and the site's terms."""
     found = initialise.check_site(file, plan)
-    if found.lines or found.notices:
-        print("\n".join([*found.lines, *(f"notice: {line}" for line in found.notices)]))
+    for line in (*found.lines, *(f"notice: {line}" for line in found.notices)):
+        print(printable(line))
     for line in found.faults:
-        print(f"perfed: {line}", file=sys.stderr)
+        print(f"perfed: {printable(line)}", file=sys.stderr)
     if found.faults:
         raise typer.Exit(2)
 

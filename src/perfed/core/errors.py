@@ -59,7 +59,11 @@ class Refused(PerfedError):
 def one_line(text: str) -> str:
     """What another machine had a part in, for a log: short, and without line breaks, escape codes,
     invisible or turned characters and halves of characters."""
-    text = text if len(text) <= LONGEST_REASON else f"{text[:LONGEST_REASON]} …"
+    return printable(text if len(text) <= LONGEST_REASON else f"{text[:LONGEST_REASON]} …")
+
+
+def printable(text: str) -> str:
+    """Without what a terminal would obey. A file may hold it, too, in a word or a column's name."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 

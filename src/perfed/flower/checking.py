@@ -87,17 +87,27 @@ def _compare(found: Findings, own: Read, public: Read | None) -> None:
 
 def _words(own: Read) -> Iterator[str]:
     """A table has a number for each word that occurs in a column: here, that is."""
-    words: dict[str, list[str]] = {}
-    for title in own.origin.get("columns", ()):
-        column, is_word, word = title.partition("=")
+    places: dict[str, list[int]] = {}
+    titles = own.origin.get("columns", ())
+    for place, title in enumerate(titles):
+        column, is_word, _ = title.partition("=")
         if is_word:
-            words.setdefault(column, []).append(word)
-    for column, known in words.items():
-        few = ", ".join(known[:5]) + (", …" if len(known) > 5 else "")
+            places.setdefault(column, []).append(place)
+    rows = own.x.reshape(len(own.x), -1)
+    for column, those in places.items():
+        if not _one_of(rows[:, those]):  # a column of numbers whose name has this sign
+            continue
+        words = [titles[place].partition("=")[2] for place in those]
+        few = ", ".join(words[:5]) + (", …" if len(words) > 5 else "")
         yield (
             f"data: column '{column}' has a number for each word that occurs here ({few}): write "
             "numbers in the file, or every site and the public set must have just these words"
         )
+
+
+def _one_of(values: np.ndarray) -> bool:
+    """Whether each row has a single 1, and else zeros."""
+    return bool(np.isin(values, (0, 1)).all() and (values.sum(1) == 1).all())
 
 
 def _few(y: np.ndarray, split: ClientSplit, options: SiteOptions) -> Iterator[str]:

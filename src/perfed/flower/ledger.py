@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from perfed.core import locks, tensorfile
-from perfed.core.errors import RunError
+from perfed.core.errors import RunError, printable
 from perfed.core.layout import Table
 from perfed.core.message import Message
 
@@ -261,4 +261,4 @@ def _what(entry: Mapping[str, Any]) -> Iterator[str]:
 def _shown(value: Any) -> str:
     """A ledger may have been changed by anybody: its text is shown as text."""
     text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+    return printable(text)
