@@ -19,6 +19,7 @@ from perfed.config import STUDIES, preset_names, read_mapping
 from perfed.core import layout
 from perfed.core.algorithm import Sends, algorithms
 from perfed.report.charts import plain_log
+from perfed.report.study import by_gain, taught
 from perfed.report.theme import COLOURS, RC
 from perfed.runs.design import Conduct, design
 from perfed.runs.study import machines
@@ -43,20 +44,11 @@ def overview(name: str) -> Figure:
     """All methods: what they gain in each setting, whom they harm, and what they send. Those that
     ran in every setting are above the others; in both parts the largest mean gain is on top."""
     sections = outcome_of(name).sections
-    found: dict[str, list[Row]] = {}
-    for section in sections:
-        for row in section.rows:
-            if row.gain is not None and row.method != "majority":
-                found.setdefault(row.method, []).append(row)
-
-    def order(method: str) -> tuple[bool, float]:
-        return len(found[method]) < len(sections), -mean_gain(found[method])
-
-    methods = sorted(found, key=order)
-    everywhere = sum(len(found[method]) == len(sections) for method in methods)
-    places = {m: -n - (n >= everywhere) for n, m in enumerate(methods)}
+    found = by_gain(map(taught, sections))
+    everywhere = sum(len(rows) == len(sections) for rows in found.values())
+    places = {method: -n - (n >= everywhere) for n, method in enumerate(found)}
     with mpl.rc_context(RC):
-        drawing = Figure(figsize=(10, 0.21 * len(methods) + 1.6), layout="constrained")
+        drawing = Figure(figsize=(10, 0.21 * len(found) + 1.6), layout="constrained")
         axes = drawing.subplots(1, len(sections) + 2, sharey=True)
         *by_setting, harm, sent = axes
         for section, axis in zip(sections, by_setting, strict=True):
@@ -64,9 +56,9 @@ def overview(name: str) -> Figure:
             axis.set_xlabel("points above local")
             for row in section.rows:
                 if row.method in places and row.interval:
-                    ends = {"color": colour(row.method), "lw": 1.2}
-                    axis.plot(row.interval, [places[row.method]] * 2, **ends)
-                    dot(axis, row.gain or 0, places[row.method], row.method)
+                    height = places[row.method]
+                    axis.plot(row.interval, [height] * 2, color=colour(row.method), lw=1.2)
+                    dot(axis, row.gain or 0, height, row.method)
         for method, rows in found.items():
             dot(harm, mean_harm(rows), places[method], method)
             sent_by = [row.bytes_per_round for row in rows if row.bytes_per_round]
@@ -78,15 +70,15 @@ def overview(name: str) -> Figure:
         for axis in by_setting:  # one scale
             axis.set_xlim(min(low for low, _ in ends), max(high for _, high in ends))
         harm.set_title("harmed")
-        harm.set_xlabel(f"clients that lose {HARM:g}, %")
+        harm.set_xlabel(f"lose over {HARM:g} points, %")
         plain_log(sent, "B")
         sent.set_title("sent")
         sent.set_xlabel("bytes a round")
-        axes[0].set_yticks([*places.values()], methods)
+        axes[0].set_yticks([*places.values()], [*found])
         axes[0].set_ylim(min(places.values()) - 0.7, 0.7)
-        there = {algorithms[method].sends for method in methods}
+        there = {algorithms[method].sends for method in found}
         for kind, shade in COLOUR_OF_SENDS.items():
-            if kind in there and kind != "nothing":
+            if kind in there:
                 axes[0].plot([], [], "o", color=shade, label=kind)
         drawing.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
     return drawing
@@ -98,10 +90,6 @@ def colour(method: str) -> str:
 
 def dot(axis: mpl.axes.Axes, x: float, y: float, method: str) -> None:
     axis.plot([x], [y], "o", ms=5, color=colour(method), clip_on=False, zorder=3)
-
-
-def mean_gain(rows: Sequence[Row]) -> float:
-    return statistics.mean(row.gain or 0 for row in rows)
 
 
 def mean_harm(rows: Sequence[Row]) -> float:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -175,14 +176,11 @@ FEW_HARMED = 5.0  # percent of the clients
 
 def _gains_in_every_setting(outcome: Outcome) -> Chart | None:
     """A row for each method, a panel for each setting: who gains where, at a glance."""
-    shown = {section.name: _taught(section) for section in outcome.sections if _taught(section)}
+    shown = {section.name: rows for section in outcome.sections if (rows := taught(section))}
     if not 1 < len(shown) <= MOST_PANELS:
         return None
-    found: dict[str, list[Row]] = {}
-    for row in (row for rows in shown.values() for row in rows):
-        found.setdefault(row.method, []).append(row)
-    # Who has run in every setting comes first, and then who gains most.
-    methods = sorted(found, key=lambda m: (-len(found[m]), -_mean_gain(found[m])))
+    found = by_gain(shown.values())
+    methods = [*found]
     columns = 2 if len(shown) in (2, 4) else 3
     lines = -(-len(shown) // columns)
     height = 0.17 * len(methods) + 0.1
@@ -219,11 +217,25 @@ def _gains_in_every_setting(outcome: Outcome) -> Chart | None:
     return chart
 
 
-def _taught(section: Section) -> list[Row]:
+def taught(section: Section) -> list[Row]:
     """Methods in which clients hear of others. Who only names its most frequent label is so far
     below local training that others could not be told apart."""
     rows = [row for row in section.rows if row.gain is not None]
     return [row for row in rows if row.found.cell.method.algorithm.sends != "nothing"]
+
+
+def by_gain(settings: Iterable[Sequence[Row]]) -> dict[str, list[Row]]:
+    """Each method's rows of all settings. Who has run in every setting comes first, and then who
+    gains most."""
+    found: dict[str, list[Row]] = {}
+    for row in chain.from_iterable(settings):
+        found.setdefault(row.method, []).append(row)
+
+    def place(method: str) -> tuple[int, float]:
+        rows = found[method]
+        return -len(rows), -statistics.mean(row.gain or 0 for row in rows)
+
+    return {method: found[method] for method in sorted(found, key=place)}
 
 
 def _gain_in_row(chart: Chart, axes: Axes, row: Row, height: int) -> None:
@@ -242,10 +254,6 @@ def _gain_in_row(chart: Chart, axes: Axes, row: Row, height: int) -> None:
         zorder=3,
         clip_on=False,
     )
-
-
-def _mean_gain(rows: Sequence[Row]) -> float:
-    return statistics.mean(row.gain or 0 for row in rows)
 
 
 def _every_setting(outcome: Outcome) -> Chart | None:
