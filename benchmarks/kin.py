@@ -67,7 +67,7 @@ from perfed.runs.study import Record, Shard, Study, folder_name, machines
 
 RESULTS = ROOT / "benchmarks" / "results"
 TUNING_SEEDS = (1000, 1001)
-SEEDS = {"digits": (86, 87, 88, 89, 90), "cifar": (51, 52, 53, 54, 55)}
+SEEDS = {"digits": (96, 97, 98, 99, 100), "cifar": (51, 52, 53, 54, 55)}
 """By what a family's name begins with. None of them had a say in the method."""
 
 

@@ -7,14 +7,17 @@ What a client sends stays as in PerFed-Evidence.
 - **Fit.** A client fits a group if the comparisons of classes that *the others* of the group make
   agree with its own: ρ, the correlation over public samples and the client's classes, each class
   weighing as much as the client speaks of it.
-- **Groups.** All begin as one. A group is split in two if in *both* halves two things hold. Clients
-  gain: they fit the others of their half better than the others of the whole group, by more than
-  ``standard_errors`` of the mean over clients. Half of a group is a poorer witness than the whole,
-  so a split that follows chance makes at least one half fit worse. And clients differ: the other
-  half explains less than half of what their own explains (ρ²). Clients who agree on nearly all gain
-  by any split along what little they do not agree on, surely and for nothing. The split that is
-  tried is the best one found from the principal directions of what the group's own table leaves
-  unexplained, after clients have moved to the half that they fit better.
+- **Groups.** All begin as one. A group is split in two if two things hold. Clients gain: in both
+  halves they fit the others of their half better than the others of the whole group, by more than
+  ``standard_errors`` of the mean over clients (the geometric mean of both halves). Half of a group
+  is a poorer witness than the whole, so a split that follows chance makes at least one half fit
+  worse. The halves need not gain alike: where one kind is louder, the table of both is nearly its
+  own, and only the other kind has much to gain. And clients differ: in both halves the other half
+  explains less than half of what their own explains (ρ²). Clients who agree on nearly all gain by
+  any split along what little they do not agree on, surely and for nothing. The split that is tried
+  is the best one found from the principal directions of what the group's own table leaves
+  unexplained, after clients have moved to the half that they fit better. When no group can be split
+  any more, all clients move to the group that they fit best, and all groups are tried again.
 - **Trust.** A client gets its group's table, and what the others of its group gained as a prior for
   its own gate: for it, as far as it is probably their kin, and against it, as far as it is probably
   a stranger among them. Kin fits as the others do, a stranger by chance. A client of a kind of its
@@ -70,9 +73,9 @@ MOVES = 6
 @dataclass(frozen=True)
 class PerFedKin(PerFedEvidence):
     standard_errors: float = option(
-        1.0,
+        1.2,
         "a group is split if clients of both halves fit their half better than the whole group, by "
-        "more than this many standard errors",
+        "more than this many standard errors (the geometric mean of both halves)",
         ge=0,
     )
 
@@ -190,20 +193,29 @@ def no_label_excluded(mix: Tensor) -> Tensor:
 
 def found_kinds(said: Witnesses, standard_errors: float) -> Tensor:
     """The group of each client, from 0."""
-    kind, last, open_groups = torch.zeros(len(said), dtype=torch.long), 0, [0]
+    kind, groups = torch.zeros(len(said), dtype=torch.long), 0
+    while groups < _groups(kind):  # a move may show what can be split
+        groups = _groups(kind)
+        kind = _moved(said, _divided(said, kind, standard_errors))
+    return kind
+
+
+def _divided(said: Witnesses, kind: Tensor, standard_errors: float) -> Tensor:
+    """The groups after every split that there is reason for."""
+    kind, open_groups = kind.clone(), [*range(_groups(kind))]
     while open_groups:
         group = open_groups.pop()
         members = torch.where(kind == group)[0]
         half = split(said.only(members), standard_errors)
         if half is not None:
-            last += 1
-            kind[members[half]] = last
-            open_groups += [group, last]
-    return _moved(said, kind)
+            new = _groups(kind)
+            kind[members[half]] = new
+            open_groups += [group, new]
+    return kind
 
 
 def split(said: Witnesses, standard_errors: float) -> Tensor | None:
-    """Who is in the second half of the best split, if both halves gain by it and differ."""
+    """Who is in the second half of the best split, if the halves gain by it and differ."""
     if len(said) < 2 * SMALLEST_GROUP:
         return None
     everyone = torch.ones(len(said), dtype=torch.bool)
@@ -216,7 +228,8 @@ def split(said: Witnesses, standard_errors: float) -> Tensor | None:
         sides = [half == 0, half == 1]
         first, second = (said.fit(side) for side in sides)
         own, other = (torch.where(side, first, second) for side in sides)
-        found = min(_in_standard_errors((own - whole)[side], heard[side]) for side in sides)
+        gains = [max(_in_standard_errors((own - whole)[s], heard[s]), 0.0) for s in sides]
+        found = math.sqrt(math.prod(gains))
         if found > proof and all(_differ(own[s], other[s], heard[s]) for s in sides):
             best, proof = half == 1, found
     return best
