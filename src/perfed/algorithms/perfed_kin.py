@@ -194,20 +194,27 @@ def no_label_excluded(mix: Tensor) -> Tensor:
 def found_kinds(said: Witnesses, standard_errors: float) -> Tensor:
     """The group of each client, from 0."""
     kind, groups = torch.zeros(len(said), dtype=torch.long), 0
+    whole: set[tuple[int, ...]] = set()
     while groups < _groups(kind):  # a move may show what can be split
         groups = _groups(kind)
-        kind = _moved(said, _divided(said, kind, standard_errors))
+        kind = _moved(said, _divided(said, kind, standard_errors, whole))
     return kind
 
 
-def _divided(said: Witnesses, kind: Tensor, standard_errors: float) -> Tensor:
-    """The groups after every split that there is reason for."""
+def _divided(
+    said: Witnesses, kind: Tensor, standard_errors: float, whole: set[tuple[int, ...]]
+) -> Tensor:
+    """The groups after every split that there is reason for; who is in a group that cannot be split
+    is added to ``whole``, and not tried again."""
     kind, open_groups = kind.clone(), [*range(_groups(kind))]
     while open_groups:
         group = open_groups.pop()
         members = torch.where(kind == group)[0]
-        half = split(said.only(members), standard_errors)
-        if half is not None:
+        who = tuple(members.tolist())
+        half = None if who in whole else split(said.only(members), standard_errors)
+        if half is None:
+            whole.add(who)
+        else:
             new = _groups(kind)
             kind[members[half]] = new
             open_groups += [group, new]
