@@ -20,6 +20,7 @@ from perfed.algorithms.perfed_kin import (
     kinship,
     no_label_excluded,
     prior,
+    split,
 )
 from perfed.algorithms.witnesses import RIDGE, SMALLEST_PROBABILITY, SMALLEST_SHARE, Witnesses
 from perfed.config import LINKS, read_mapping
@@ -209,6 +210,29 @@ def test_in_the_end_nobody_would_fit_another_group_better(seed: int) -> None:
     kind = found_kinds(said, ERRORS)
     fits = torch.stack([said.fit(kind == group) for group in range(int(kind.max()) + 1)])
     assert torch.equal(fits.argmax(0), kind)
+
+
+@pytest.mark.parametrize("seed", [3, 14])
+def test_in_the_end_no_group_can_be_split(seed: int) -> None:
+    """Not even after clients have moved. With these seeds a split is found only then."""
+    said = heard(*world([0, 1, 2, 3] * 4, 4.0, seed))
+    kind = found_kinds(said, ERRORS)
+    assert int(kind.max()) == 3
+    for group in range(4):
+        assert split(said.only(torch.where(kind == group)[0]), ERRORS) is None
+
+
+@pytest.mark.parametrize("seed", [0, 1, 15])
+def test_a_louder_kind_need_not_gain_by_parting(seed: int) -> None:
+    """The table of both is nearly its own. The quiet kind would be taught what is wrong for it."""
+    kinds = torch.tensor([0] * 14 + [1] * 4)
+    decisions, _ = world(kinds.tolist(), 3.0, seed)
+    said = heard(decisions, np.where(kinds == 0, 80.0, 4.0))
+    loud, whole = kinds == 0, said.fit(torch.ones(18, dtype=torch.bool))
+    gain = (said.fit(loud) - whole)[loud]
+    assert gain.mean() < gain.std() / 14**0.5
+    found = found_kinds(said, ERRORS)
+    assert torch.equal(found == found[0], loud)
 
 
 def test_nobody_is_left_alone_by_a_move() -> None:
