@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -140,6 +142,21 @@ def test_a_users_own_module_in_every_way_it_can_be_given(given: object) -> None:
     for name, tensor in weights.params.items():
         assert torch.equal(tensor, again.params[name])
     assert any(not torch.equal(t, other.params[n]) for n, t in weights.params.items())
+
+
+def test_the_same_file_in_another_folder_begins_with_the_same_weights(tmp_path: Path) -> None:
+    """Sites agree on initial weights, wherever each keeps its files."""
+    found = []
+    for folder in ("north", "south"):
+        path = tmp_path / folder / "net.py"
+        path.parent.mkdir()
+        path.write_text(
+            "from torch import nn\n\n\nclass Net(nn.Linear):\n"
+            "    def __init__(self):\n        super().__init__(4, 3)\n"
+        )
+        net = architectures.build(f"{path}:Net")
+        found.append(initial_weights(net, (4,), 3, seed=0).params["weight"])
+    assert torch.equal(*found)
 
 
 def test_a_built_module_starts_as_it_was_built() -> None:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -57,6 +58,10 @@ class Architecture(Component):
 
     def redraw(self, module: nn.Module) -> None:
         """Draw the weights of what :meth:`build` has made anew, where it makes no draws."""
+
+    def address(self) -> str:
+        """By which its initial weights are drawn."""
+        return self.label()
 
 
 def last_linear(module: nn.Module) -> str:
@@ -239,6 +244,11 @@ class Imported(Architecture):
             hint = did_you_mean(self.head, known)
             raise ConfigError(f"'{self.label()}' has no layer '{self.head}'{hint}", "models.head")
         return self.head or last_linear(module)
+
+    def address(self) -> str:
+        """Without the folder of its file: each site may have the same file in another one."""
+        file, _, name = self.factory.rpartition(":")
+        return replace(self, factory=f"{Path(file).name}:{name}").label()
 
     def build_for(self, inputs: Inputs, classes: int) -> nn.Module:
         found = import_object(self.factory)

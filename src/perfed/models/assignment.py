@@ -318,7 +318,7 @@ def initial_weights(
     number: int = 0,
 ) -> Weights:
     """The architecture's initial weights: common to all clients, or one client's own."""
-    with torch_stream(seed, f"initial/{architecture.label()}/{number}", client):
+    with torch_stream(seed, f"initial/{architecture.address()}/{number}", client):
         module = architecture.build_for(Inputs.of(inputs), classes)
         if any(isinstance(layer, LazyModuleMixin) for layer in module.modules()):
             with torch.no_grad():  # such layers draw their weights when they first see data
