@@ -162,6 +162,18 @@ def test_a_bad_table_is_one_line_with_row_and_column(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("rows", [19, 40])
+def test_names_of_rows_are_no_classes(rows: int, tmp_path: Path) -> None:
+    path = own_files.table(
+        tmp_path / "a.csv", [[20 + row, f"p{row:02}"] for row in range(rows)], ["age", "patient"]
+    )
+    if rows < 20:
+        assert load(path, target="patient").classes == rows
+        return
+    with pytest.raises(ConfigError, match="column 'patient' has another value in every row"):
+        load(path, target="patient")
+
+
 def test_names_and_measurements_are_no_categories(tmp_path: Path) -> None:
     rows = [[f"person {n}", n / 7, "ab"[n % 2]] for n in range(1500)]
     path = own_files.table(tmp_path / "a.csv", rows, ["who", "n", "kind"])

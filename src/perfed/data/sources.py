@@ -39,6 +39,7 @@ BY_CLIENT_HELP = (
 )
 SIZE_HELP = "height and width to resize all images to; empty: no resizing, all must have one size"
 MOST_CLASSES = 1000  # with names
+FEW_ROWS = 20  # of fewer, each may be of another class
 MOST_OUTPUTS = 1 << 15
 """Of a network, by labels that are numbers: the largest set in use, ImageNet-21k, has 21,841."""
 MOST_MEASURED = 100
@@ -316,6 +317,11 @@ def named_labels(values: Sequence[Any], what: str) -> tuple[np.ndarray, tuple[st
             "a label is a class"
         )
     _speak_of_measured(kinds, what)
+    if len(kinds) == len(values) >= FEW_ROWS:
+        raise DataError(
+            f"{what} has another value in every row, such as {kinds[0]!r} and {kinds[1]!r}: it "
+            "names rows, and a label is a class; name the column of classes (target: …)"
+        )
     label_of = {kind: label for label, kind in enumerate(kinds)}
     return np.array([label_of[value] for value in values]), tuple(map(str, kinds))
 
