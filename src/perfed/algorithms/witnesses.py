@@ -88,13 +88,24 @@ class Witnesses:
         table: Tensor = torch.linalg.solve(system, self._sum(chosen)).T
         return table - table.mean(1, keepdim=True)
 
+    @cached_property
+    def _fits(self) -> dict[bytes, Tensor]:
+        return {}
+
     def fit(self, members: Tensor) -> Tensor:
         """ρ: the correlation of each client's comparisons with the table of the *other* members,
         over public samples and the client's classes, each class in proportion to q.
 
-        Sums over the public set are made first, and a member's own part is taken out of them: so no
-        table of |P|×N numbers is made for each client.
+        Who looks for groups asks for the same ones again and again: each is answered once.
         """
+        who = members.cpu().numpy().tobytes()
+        if who not in self._fits:
+            self._fits[who] = self._fit(members)
+        return self._fits[who]
+
+    def _fit(self, members: Tensor) -> Tensor:
+        """Sums over the public set are made first, and a member's own part is taken out of them:
+        so no table of |P|×N numbers is made for each client."""
         chosen = members.double()
         own, mine = chosen[:, None, None], self.products
         everything = self._sum(chosen)
