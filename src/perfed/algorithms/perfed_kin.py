@@ -40,7 +40,7 @@ Only who has trained is heard, so there is no opening, and no client is taught i
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -191,18 +191,32 @@ def no_label_excluded(mix: Tensor) -> Tensor:
     return mix / mix.sum()
 
 
-def found_kinds(said: Witnesses, standard_errors: float) -> Tensor:
+OfBoth = Callable[[Sequence[float]], float]
+"""What the gain of both halves is."""
+
+
+def geometric_mean(gains: Sequence[float]) -> float:
+    return math.prod(max(gain, 0.0) for gain in gains) ** (1 / len(gains))
+
+
+def found_kinds(
+    said: Witnesses, standard_errors: float, of_both: OfBoth = geometric_mean
+) -> Tensor:
     """The group of each client, from 0."""
     kind, groups = torch.zeros(len(said), dtype=torch.long), 0
     whole: set[tuple[int, ...]] = set()
     while groups < _groups(kind):  # a move may show what can be split
         groups = _groups(kind)
-        kind = _moved(said, _divided(said, kind, standard_errors, whole))
+        kind = _moved(said, _divided(said, kind, standard_errors, of_both, whole))
     return kind
 
 
 def _divided(
-    said: Witnesses, kind: Tensor, standard_errors: float, whole: set[tuple[int, ...]]
+    said: Witnesses,
+    kind: Tensor,
+    standard_errors: float,
+    of_both: OfBoth,
+    whole: set[tuple[int, ...]],
 ) -> Tensor:
     """The groups after every split that there is reason for; who is in a group that cannot be split
     is added to ``whole``, and not tried again."""
@@ -211,7 +225,9 @@ def _divided(
         group = open_groups.pop()
         members = torch.where(kind == group)[0]
         who = tuple(members.tolist())
-        half = None if who in whole else split(said.only(members), standard_errors)
+        half = None
+        if who not in whole:
+            half = split(said.only(members), standard_errors, of_both)
         if half is None:
             whole.add(who)
         else:
@@ -221,7 +237,9 @@ def _divided(
     return kind
 
 
-def split(said: Witnesses, standard_errors: float) -> Tensor | None:
+def split(
+    said: Witnesses, standard_errors: float, of_both: OfBoth = geometric_mean
+) -> Tensor | None:
     """Who is in the second half of the best split, if the halves gain by it and differ."""
     if len(said) < 2 * SMALLEST_GROUP:
         return None
@@ -235,8 +253,7 @@ def split(said: Witnesses, standard_errors: float) -> Tensor | None:
         sides = [half == 0, half == 1]
         first, second = (said.fit(side) for side in sides)
         own, other = (torch.where(side, first, second) for side in sides)
-        gains = [max(_in_standard_errors((own - whole)[s], heard[s]), 0.0) for s in sides]
-        found = math.sqrt(math.prod(gains))
+        found = of_both([_in_standard_errors((own - whole)[s], heard[s]) for s in sides])
         if found > proof and all(_differ(own[s], other[s], heard[s]) for s in sides):
             best, proof = half == 1, found
     return best

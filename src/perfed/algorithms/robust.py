@@ -41,7 +41,7 @@ LOUDEST = 2.0  # a round says no more for or against a client, nor do all rounds
 FOREVER = 20.0  # what speaks against it in all rounds: nearly nothing is heard then
 USUAL = 2.0  # times the median distance, nothing speaks against a client
 COLUMNS = 1_000_000  # of a vector at once
-STANDARD_ERRORS = 2.0  # more than in PerFed-Kin: who is put apart here may not be heard
+STANDARD_ERRORS = 2.0  # of each half, more than in PerFed-Kin: who is put apart may not be heard
 Vectors = dict[str, Tensor]
 """By an entry's name, a row for each client."""
 
@@ -315,7 +315,7 @@ def heard(bank: Mapping[str, Mapping[str, Tensor]]) -> tuple[Witnesses, Tensor]:
     decisions = torch.stack([one["said"].cpu() for one in bank.values()])
     samples = torch.stack([one["samples"].cpu() for one in bank.values()])
     said = Witnesses.hear(decisions, samples.clamp(max=float(samples.median())))
-    return said, found_kinds(said, STANDARD_ERRORS)
+    return said, found_kinds(said, STANDARD_ERRORS, min)
 
 
 def odds(said: Witnesses, kind: Tensor) -> Tensor:
