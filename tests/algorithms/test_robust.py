@@ -12,6 +12,8 @@ import pytest
 import torch
 
 import perfed
+from perfed.algorithms import robust
+from perfed.algorithms.perfed_kin import PerFedKin, found_kinds
 from perfed.algorithms.robust import Bounded, History, Median, Trimmed
 from perfed.core.algorithm import ClientInfo, Reply
 from perfed.core.channel import Channel
@@ -182,6 +184,21 @@ def test_what_speaks_against_a_client_has_an_end() -> None:
     for speaks, wanted in ((-2.0, -20.0), (-9.0, -20.0), (9.0, -18.0)):
         trust = History()._added(trust, torch.tensor([speaks]), {"3": 0}, {"3": 0})
         assert float(trust["3"]) == wanted
+
+
+@pytest.mark.parametrize("seed", [0, 1, 15])
+def test_who_is_put_apart_gains_by_it_on_both_sides(seed: int) -> None:
+    """PerFed-Kin parts a quiet kind from a loud one that has nothing to gain. A client that is put
+    apart here may not be heard, so that is not enough."""
+    decisions, _ = world([0] * 14 + [1] * 4, 3.0, seed)
+    samples = [80.0] * 14 + [4.0] * 4
+    bank = {
+        str(k): {"said": torch.tensor(decisions[k]), "samples": torch.tensor(samples[k]).double()}
+        for k in range(18)
+    }
+    said, kind = robust.heard(bank)
+    assert len(found_kinds(said, PerFedKin().standard_errors).unique()) == 2
+    assert len(kind.unique()) == 1
 
 
 def test_of_two_groups_as_large_both_are_heard() -> None:
