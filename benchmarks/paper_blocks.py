@@ -446,8 +446,8 @@ def cut_off(long: Mapping[str, Finding]) -> str:
     local = long["local training"].records
     alone = spread([_accuracy_at(record, "personal", rounds / ALL) for record in local])
     return (
-        f"; PerFed-Kin was cut off when the machine was no longer free, with {reached} after {rounds} "
-        f"rounds, where local training has {alone}"
+        "; PerFed-Kin was cut off when the machine was no longer free, with "
+        f"{reached} after {rounds} rounds, where local training has {alone}"
     )
 
 
