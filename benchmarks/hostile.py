@@ -5,7 +5,6 @@ and without robust stages, measured on the personal models of honest clients.
     python benchmarks/hostile.py run --workers 16      the grid, on seeds that chose nothing
     python benchmarks/hostile.py run --reduced         20 minutes on two cores; a record of its own
     python benchmarks/hostile.py run --method perfed-kin   its rows; the others stay as they are
-    python benchmarks/hostile.py run --stages history      rows with these stages; likewise
 
 Each worker is a process of its own. Stopped, it goes on where it was. Nothing more is begun after
 some time: --seconds 500. Runs and their records go to runs/, or elsewhere: --out FOLDER. The record
@@ -142,20 +141,17 @@ Place = tuple[str, str, str, float, str]
 """Setting, method, attack, share, stages."""
 
 
-def places(
-    reduced: bool, methods: Collection[str] = METHODS, chosen: Collection[str] = STAGES
-) -> Iterator[Place]:
+def places(reduced: bool, methods: Collection[str] = METHODS) -> Iterator[Place]:
     every = REDUCED_SHARES if reduced else SHARES
-    for setting, method, stages in itertools.product(SETTINGS, methods, chosen):
+    for setting, method, stages in itertools.product(SETTINGS, methods, STAGES):
         if not fitting(method, stages) or (reduced and stages not in EVERY):
             continue
         yield setting, method, "", 0.0, stages
         shares = every if stages in EVERY else (GOAL,)
         for attack, share in itertools.product(attacks_on(method, reduced), shares):
             yield setting, method, attack, share, stages
-    for setting, method, stages in itertools.product(HONEST, methods, chosen):
-        if stages in EVERY:
-            yield setting, method, "", 0.0, stages
+    for setting, method, stages in itertools.product(HONEST, methods, EVERY):
+        yield setting, method, "", 0.0, stages
 
 
 def attacks_on(method: str, reduced: bool = False) -> list[str]:
@@ -165,16 +161,14 @@ def attacks_on(method: str, reduced: bool = False) -> list[str]:
     return [attack for attack in ATTACKS if attack not in without | few]
 
 
-def grid(
-    reduced: bool, methods: Collection[str] = METHODS, chosen: Collection[str] = STAGES
-) -> dict[str, Experiment]:
-    """With local training, where that is all."""
+def grid(reduced: bool, methods: Collection[str] = METHODS) -> dict[str, Experiment]:
+    """With local training, where these are all methods."""
     cells = {
         cell(s, m, seed, a, share, stages): experiment(s, METHODS[m], seed, a, share, stages)
         for seed in seeds(reduced)
-        for s, m, a, share, stages in places(reduced, methods, chosen)
+        for s, m, a, share, stages in places(reduced, methods)
     }
-    if len(methods) < len(METHODS) or len(chosen) < len(STAGES):
+    if len(methods) < len(METHODS):
         return cells
     alone = {
         cell(s, "local", seed, "", 0.0, "none"): experiment(s, LOCAL, seed)
@@ -242,10 +236,7 @@ def accuracies(record: Record | None) -> list[int] | None:
 
 
 def gathered_rows(
-    records: Mapping[str, Record],
-    reduced: bool,
-    methods: Collection[str] = METHODS,
-    chosen: Collection[str] = STAGES,
+    records: Mapping[str, Record], reduced: bool, methods: Collection[str] = METHODS
 ) -> list[dict[str, Any]]:
     """Accuracies of all clients, by seed."""
     return [
@@ -259,25 +250,19 @@ def gathered_rows(
                 accuracies(records[cell(s, m, seed, a, share, stages)]) for seed in seeds(reduced)
             ],
         }
-        for s, m, a, share, stages in places(reduced, methods, chosen)
+        for s, m, a, share, stages in places(reduced, methods)
     ]
 
 
 def anew(
-    name: str,
-    records: Mapping[str, Record],
-    reduced: bool,
-    methods: Collection[str],
-    chosen: Collection[str],
+    name: str, records: Mapping[str, Record], reduced: bool, methods: Collection[str]
 ) -> dict[str, Any]:
-    """What is on record, with new rows of some methods and stages in the place of theirs."""
+    """What is on record, with new rows of some methods in the place of theirs."""
     there = result(name)
-    rows = [
-        row for row in there["rows"] if row["method"] not in methods or row["stages"] not in chosen
-    ]
+    rows = [row for row in there["rows"] if row["method"] not in methods]
     environments = there["environments"] + machines(records)
     content = {key: there[key] for key in ("seeds", "local", "hostile")}
-    new = gathered_rows(records, reduced, methods, chosen)
+    new = gathered_rows(records, reduced, methods)
     return content | {"rows": [*new, *rows], "environments": environments}
 
 
@@ -324,7 +309,6 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
         "--reduced", action="store_true", help="two shares, fewer attacks, other seeds"
     )
     parser.add_argument("--method", action="append", choices=METHODS, help="default: all")
-    parser.add_argument("--stages", action="append", choices=STAGES, help="default: all")
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--out", type=Path, default=ROOT / "runs")
     parser.add_argument("--shard", type=Shard.parse, help="1/4, say: what a worker is given")
@@ -335,9 +319,8 @@ def main(*arguments: str) -> None:
     given = parsed(arguments)
     tuning = given.action == "tune"
     name = "hostile_tune" if tuning else "hostile_reduced" if given.reduced else "hostile"
-    methods, chosen = given.method or [*METHODS], given.stages or [*STAGES]
-    planned = trials() if tuning else grid(given.reduced, methods, chosen)
-    study = Study(given.out / name, planned)
+    methods = given.method or [*METHODS]
+    study = Study(given.out / name, trials() if tuning else grid(given.reduced, methods))
     if given.shard is None and given.workers > 1:
         shards = [f"{number}/{given.workers}" for number in range(1, given.workers + 1)]
         one = [sys.executable, __file__, *arguments, "--shard"]
@@ -350,8 +333,8 @@ def main(*arguments: str) -> None:
         records = study.records()
         if tuning:
             write(name, tuned(records))
-        elif given.method or given.stages:
-            write(name, anew(name, records, given.reduced, methods, chosen))
+        elif given.method:
+            write(name, anew(name, records, given.reduced, methods))
         else:
             write(name, gathered(records, given.reduced))
 
